@@ -117,7 +117,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             which takes no copy; other tensors are copied to it in a background thread.
         drop_last: drop the last incomplete batch (of each worker, for iterable datasets). With `num_replicas`, also
             drop samples that would make the ranks' parts unequal.
-        timeout: seconds to wait for a batch at most, counted once its worker has started; 0 waits for ever.
+        timeout: seconds to wait for a batch at most, counted once its worker has started, and without the time in
+            which memory is page-locked; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
         multiprocessing_context: with "spawn" or "forkserver" (or if `multiprocessing.set_start_method` asks for one of
             these) workers are not forks of this process, but Ray actors.
@@ -188,7 +189,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             queues on its current stream finds them there. Large tensors are copied from page-locked memory, so
             `pin_memory` is not needed. Without workers a batch is moved when it is asked for. A device that is not
             there is a ValueError from `iter()`.
-        prefetch_to_device: how many batches are on the device, or on their way, before they are asked for.
+        prefetch_to_device: how many batches are on the device, or on their way, before they are asked for; 2 by
+            default. It needs a `device`.
         skip_steps: batches that are not built, nor delivered, as after a spike of the loss: numbers of steps of the
             first epoch, pairs of an epoch and a step, or the path of a file with one of these in each line
             ("48213", "2:48213"), to which lines may be added while the run goes on. Steps and epochs count from 0; a
@@ -257,7 +259,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         rank: int | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
-        prefetch_to_device: int = 2,
+        prefetch_to_device: int | None = None,
         skip_steps: Given = None,
         provenance: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -562,6 +564,45 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._state = checkpoint.load(self, state_dict) if state_dict != {} else None
         self._iterator = self._before = None
         self._read_anew = False
+
+    def batch_at(
+        self,
+        epoch: int,
+        step: int,
+        *,
+        state: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        log: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """Builds one batch of the run again: bit for bit the one that it delivered.
+
+        It is built in a fork of this process, without Ray, and without the other workers' batches: with
+        `seeding="batch"` and a dataset without state at once, otherwise after the batches that the same worker has
+        built since the state. Without a log, all workers' batches of an iterable dataset are built.
+
+        Args:
+            epoch: of the run, from 0; epochs that were resumed count as one.
+            step: number of the batch in the order of the epoch's sampler, from 0.
+            state: from which to go on: a result of `state_dict()`, or several (also of all ranks), of which the
+                nearest one counts. It must be of that epoch, or have been saved before it began. By default those in
+                the log, or else the loader's own.
+            log: the run's provenance log; by default the loader's own, if it has `provenance`. With it, each batch that
+                is built is compared with the digest of the run's.
+
+        Returns:
+            The batch, on the loader's `device`.
+
+        Raises:
+            StateError: there is no state of that epoch, the state does not fit, or such a batch was never delivered.
+            ReplayError: another batch came than in the run.
+            Exception: raised by the dataset, as in the run.
+        """
+        from rayloader.epoch.to_device import device_of, moved_here
+        from rayloader.replay.rebuild import known_of, rebuilt_in_fork
+
+        states, found = known_of(self, epoch, state, log)
+        batch = rebuilt_in_fork(self, states, epoch, step, found).batch
+        target = device_of(self.device)
+        return batch if target is None else moved_here(batch, target[0])
 
     def resize(self, num_workers: int) -> None:
         """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.

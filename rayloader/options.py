@@ -23,6 +23,8 @@ from rayloader.transport.lanes import switched_off
 # Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
 # each of sixteen workers, and little compared with what training takes. More would only hide longer pauses of workers.
 PREFETCH_BYTES = 256 << 20
+# Batches on the device ahead of the program: one is copied while the other waits to be taken.
+DEVICE_PREFETCH = 2
 
 Workers = Literal["auto", "ray", "fork"]
 Seeding = Literal["worker", "batch"]
@@ -60,7 +62,7 @@ class OwnArguments(TypedDict, total=False):
     rank: int | None
     seed: int
     device: torch.device | str | None
-    prefetch_to_device: int
+    prefetch_to_device: int | None
     skip_steps: Given
     provenance: str | os.PathLike[str] | None
 
@@ -102,7 +104,7 @@ class Options:
     ray_remote_args: dict[str, Any]
     may_fork: bool  # the workers may be forks of this process
     device: torch.device | str | None = None
-    prefetch_to_device: int = 2
+    prefetch_to_device: int = DEVICE_PREFETCH
 
     @classmethod
     def of(cls, loader: Any) -> Options:
@@ -119,6 +121,7 @@ class Options:
             "automatic_depth": isinstance(depth, AutomaticPrefetch),
             "ray_remote_args": dict(loader.ray_remote_args or {}),
             "may_fork": _may_fork(loader),
+            "prefetch_to_device": DEVICE_PREFETCH if loader.prefetch_to_device is None else loader.prefetch_to_device,
         }
         as_given = (field.name for field in fields(cls) if field.name not in derived)
         return cls(**derived, **{name: getattr(loader, name) for name in as_given})
@@ -179,11 +182,7 @@ def check(loader: Any) -> None:
     check_device(loader.device)
     steps_in(loader.skip_steps)
     _check_provenance(loader.provenance)
-    if not is_whole(loader.prefetch_to_device) or loader.prefetch_to_device < 1:
-        raise ValueError(
-            f"prefetch_to_device must be a whole number of batches >= 1, got {loader.prefetch_to_device!r}; to keep "
-            "batches in main memory leave device out"
-        )
+    _check_prefetch_to_device(loader.prefetch_to_device, loader.device)
     steps = loader.snapshot_every_n_steps
     if steps is not None and (not is_whole(steps) or steps < 1):
         raise ValueError(f"snapshot_every_n_steps must be a whole number >= 1 or None, got {steps!r}; it has no effect")
@@ -253,6 +252,19 @@ def check_device(device: Any) -> None:
 def _check_provenance(path: Any) -> None:
     if path is not None and not (isinstance(path, (str, os.PathLike)) and os.fspath(path)):
         raise TypeError(f"provenance must be the path of a file or of a folder, or None, got {path!r}")
+
+
+def _check_prefetch_to_device(ahead: Any, device: Any) -> None:
+    if ahead is not None and (not is_whole(ahead) or ahead < 1):
+        raise ValueError(
+            f"prefetch_to_device must be a whole number of batches >= 1, got {ahead!r}; to keep batches in main "
+            "memory leave device out"
+        )
+    if ahead is not None and device is None:
+        raise ValueError(
+            f"prefetch_to_device needs a device to which batches are moved, got prefetch_to_device={ahead} and "
+            'device=None; pass device="cuda" too, or leave prefetch_to_device out'
+        )
 
 
 def check_name(name: Any) -> None:

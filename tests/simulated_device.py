@@ -1,7 +1,7 @@
 """An accelerator that is none: its copies read their source only when they are carried out, which a test decides.
 
 It notes what a real one would do wrong without a word: a source that was written to before its copy (`torn`), memory
-that was unlocked or locked again while it was in use (`violations`).
+that was unlocked or locked again while it was in use, an event of all streams while a graph is captured (`violations`).
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import torch
 
 from pretended import pretend_accelerator
 from rayloader.transport import device, page_locks
-from rayloader.transport.device import Accelerator, AcceleratorError, Event, move
+from rayloader.transport.device import Accelerator, AcceleratorError, Event, Marks, move
 
 DEVICE = torch.device("cuda", 0)
 LIMIT_S = 60.0  # to wait for another thread; on expiry the test fails
@@ -45,6 +45,7 @@ class SimulatedAccelerator(Accelerator):
         queued, done: copies so far.
         torn: numbers of copies whose source was written to before they were carried out.
         waits: for how many batches a stream of the program's was told to wait.
+        captures: whether a stream captures a graph, in the program's thread.
     """
 
     can_register = True
@@ -56,7 +57,9 @@ class SimulatedAccelerator(Accelerator):
         self.registered = {}
         self.most_registered = 0
         self.pending = []  # of copies: address of the source, what it held then, the result
-        self.queued = self.done = self.waits = self.streams_noted = 0
+        self.queued = self.done = self.waits = 0
+        self.captures = False
+        self._marks = Marks(self._record)
         self.torn, self.violations = [], []
         self.pinned = 0
 
@@ -79,11 +82,18 @@ class SimulatedAccelerator(Accelerator):
                     self.violations.append(f"{nbytes} bytes at {address:x} are unlocked before they were copied")
                     copy[0] = None  # it may not be mapped any more
 
-    def note_streams(self):
-        self.streams_noted += 1
+    def asks(self):
+        if not self.captures:
+            self._marks.record()
 
     def event(self, device=None):
         with self.lock:
+            return self._marks.event() if device is None else SimulatedEvent(self, self.queued)
+
+    def _record(self):
+        with self.lock:
+            if self.captures:
+                self.violations.append("an event of all streams was recorded while a graph was captured")
             return SimulatedEvent(self, self.queued)
 
     def copy(self, leaf, device):

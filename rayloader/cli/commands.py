@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rayloader.cli import doctor, rates
+from rayloader.cli import doctor, inspecting, rates, replaying
+from rayloader.cli.console import AsJson, err, fail, out, print_json
 from rayloader.cli.rates import LoaderKind, Measurer, Rate, Workload
 
 app = typer.Typer(
     name="rayloader",
-    help="Look whether rayloader works here, and how many workers a dataset needs.",
+    help="Look whether rayloader works here, how many workers a dataset needs, and what a run has loaded.",
     add_completion=False,
     no_args_is_help=True,
 )
 CORES = os.cpu_count() or 1
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 DatasetName = Annotated[
     str, typer.Argument(help="module:name of a dataset, or of a function that returns one", show_default=False)
@@ -34,7 +32,10 @@ Shuffle = Annotated[bool, typer.Option(help="load in random order")]
 Collate = Annotated[str, typer.Option(help="module:name of a collate_fn; torch's by default")]
 Most = Annotated[int, typer.Option(help="try up to this many workers", min=0)]
 Seconds = Annotated[float, typer.Option(help="how long to measure each loader", min=0.1)]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")]
+
+app.command()(inspecting.show)
+app.command()(inspecting.diff)
+app.command()(replaying.replay)
 
 
 @app.command("doctor")
@@ -51,7 +52,7 @@ def doctor_command(
             if check.advice:
                 out.print("       ", escape(check.advice))
     if as_json:
-        _print_json([asdict(check) for check in found])
+        print_json([asdict(check) for check in found])
     raise typer.Exit(not all(check.ok for check in found))
 
 
@@ -114,7 +115,7 @@ def _measured(
                 if step is not None and found[-1].wait_share <= rates.LITTLE_WAIT:
                     break
     except rates.RateError as error:
-        _fail(error)
+        fail(error)
     return measured
 
 
@@ -122,26 +123,17 @@ def _print(measured: dict[LoaderKind, list[Rate]], choice: tuple[int, str], tabl
     number, reason = choice
     if as_json:
         found = {kind: [asdict(rate) for rate in own] for kind, own in measured.items()}
-        _print_json({**found, "num_workers": number, "reason": reason})
+        print_json({**found, "num_workers": number, "reason": reason})
         return
     out.print(table)
     out.print(f"[bold]num_workers={number}[/]: {reason}")
-
-
-def _print_json(content: Any) -> None:
-    print(json.dumps(content, indent=2))
-
-
-def _fail(error: Exception) -> None:
-    err.print("[red]rayloader:[/]", escape(str(error)))
-    raise typer.Exit(2) from error
 
 
 def _plot(measured: dict[LoaderKind, list[Rate]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        _fail(rates.RateError("--plot needs matplotlib; run: pip install matplotlib"))
+        fail(rates.RateError("--plot needs matplotlib; run: pip install matplotlib"))
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for kind, found in measured.items():

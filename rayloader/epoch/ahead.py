@@ -11,7 +11,9 @@ with that thread's default device and inference mode, as with torch's loader.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -123,12 +125,16 @@ class Preparation:
         engine: of the epoch.
         delivery: what is done to batches; if nothing, they are only copied.
         copies: memory for copies.
+
+    Attributes:
+        locked_at: when memory was page-locked for a batch last, as of `time.monotonic`; infinite while that goes on.
     """
 
     def __init__(self, engine: Receives, delivery: Delivery, copies: Recycled) -> None:
         self._engine = engine
         self._delivery = delivery
         self._copies = copies
+        self.locked_at = 0.0
 
     def is_done(self, task: Task, result: Result) -> bool:
         """Whether a deliverable batch is prepared."""
@@ -179,7 +185,9 @@ class Preparation:
 
     def _opened_and_prepared(self, task: Task, result: Result) -> Any:
         if result.wire is not None and self._delivery.accelerator is not None:
+            self.locked_at = math.inf
             lanes.page_lock(result.wire)
+            self.locked_at = time.monotonic()
         data = opened(task, result)
         if isinstance(data, ExceptionWrapper) or data is fetching.NOTHING:
             return data

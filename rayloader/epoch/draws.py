@@ -73,6 +73,8 @@ class Draws:
         """The next indices. Raises what the sampler raises; StopIteration at its end."""
         began = time.perf_counter()
         try:
+            if self.count >= self._position.skips.end:
+                raise StopIteration
             indices = next(self._sampler_iter)
         except StopIteration:
             self._position.sampler_ended(self.count)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rayloader import fetching
@@ -197,7 +197,7 @@ class Engine:
             self._out = None
         self._position.settle()
         self._check_open()
-        self._delivery.note_streams()
+        self._delivery.asks()
         deliverable = self.schedule.deliverable
         began = 0.0 if deliverable else time.monotonic()
         while self._out is not None or self.schedule.deliverable or not self.finished:
@@ -218,7 +218,7 @@ class Engine:
                     self._out = None
                     continue
                 self._draw_owed()
-                if self._out.data is not fetching.NOTHING:
+                if self._is_the_users(self._out):
                     return self._out
                 self._drop_out()
                 began = 0.0
@@ -233,6 +233,12 @@ class Engine:
         if self.failure is not None:
             raise self.failure.with_traceback(None)
         return None
+
+    def _is_the_users(self, task: Task) -> bool:
+        """Whether the next batch is for the user: there is one, and `skip_steps` does not leave it out."""
+        if self._position.leaves_out:
+            task.outcome = Outcome.SKIPPED
+        return task.outcome != Outcome.SKIPPED and task.data is not fetching.NOTHING
 
     def _first(self) -> Task | None:
         """The task whose batch is the next, opened; None if it has not come yet."""
@@ -562,9 +568,6 @@ class Engine:
             worker.journal.answered(task.task_id, result.digest)
             if result.kind != ResultKind.BATCH:
                 task.outcome = Outcome.EMPTY if result.kind == ResultKind.EMPTY else Outcome.ERROR
-            if self._position.is_skipped(task.task_id):  # of a stream, which goes on after it
-                task.outcome = Outcome.SKIPPED
-                result = replace(result, kind=ResultKind.EMPTY, wire=None, nbytes=0)
         self._note_news(worker, answer)
         if not exhausted:
             self._handle(TaskDone(task.task_id, result, result.nbytes, answer.seconds))
@@ -716,7 +719,7 @@ class Engine:
         """When the user has waited long enough.
 
         That is `timeout` seconds after the latest of: the user's call, the last answer of any worker (torch's rule),
-        and the start of the worker whose batch is next.
+        the start of the worker whose batch is next, and page-locking, which torch's loader does not do.
         """
         if not self._options.timeout:
             return math.inf
@@ -728,7 +731,8 @@ class Engine:
             if worker.host.address is None:
                 return math.inf
             started = max(worker.host.started_at or began, worker.begun_at)  # it may have moved to one that hosts more
-        return max(began, self._last_arrival, started) + self._options.timeout
+        locked_at = 0.0 if self._preparation is None else self._preparation.locked_at
+        return max(began, self._last_arrival, started, locked_at) + self._options.timeout
 
     def _restart_hung(self) -> bool:
         """Replaces the worker whose batch is overdue; returns False if there is none."""

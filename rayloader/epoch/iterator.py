@@ -43,6 +43,7 @@ from rayloader.protocol import Replica, Setup
 from rayloader.resume.checkpoint import goes_on, new_position, read_skips
 from rayloader.resume.journal import Resumed
 from rayloader.resume.samplers import Resuming
+from rayloader.resume.skips import SkipSteps
 from rayloader.resume.state import State
 from rayloader.start import session
 from rayloader.task import Task
@@ -210,8 +211,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
     _adopted: Any = None  # see `adopted.py`: stands for a loader of another class, which is what torch's code passes
     _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
 
-    def __init__(self, loader: Any, num_workers: int, state: State | None) -> None:
+    def __init__(self, loader: Any, num_workers: int, state: State | None, skips: SkipSteps | None = None) -> None:
         self._pid = os.getpid()
+        self._skips = skips  # what it skips in place of the loader's `skip_steps`
         self._options = Options.of(loader)  # before torch draws anything
         self._target = device_of(self._options.device)
         log = loader.opened_log()
@@ -263,7 +265,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             saved, self._saved = self._saved, None
             if plan.begin is Begin.RESUMED:
                 self._sampler_iter, self._num_yielded = saved, self.position.delivered
-                read_skips(loader, self.position)
+                read_skips(loader, self.position, self._skips)
             else:
                 self._begin_epoch(loader, first_iter, plan)
             self._engine = self._new_engine(loader, plan)
@@ -306,7 +308,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         """Begins a new epoch, drawn by a new iterator of the sampler."""
         # torch's argument may be any object that is true or false.
         self.position.begins(bool(self._persistent_workers) and plan.begin is Begin.NEXT)
-        read_skips(loader, self.position)
+        read_skips(loader, self.position, self._skips)
         super()._reset(loader, first_iter)
         redeal, self._redeal = self._redeal, None
         if redeal is not None:
@@ -333,6 +335,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             max_restarts=options.max_worker_restarts,
             first_task_id=position.next_task,
             first_worker_id=position.next_worker,
+            only_worker_id=position.skips.only_worker,
             paces=self._paces(loader, plan),
         )
         return Engine(
@@ -550,6 +553,12 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._num_hosts = min(self._num_workers, count)
         if self._fleet is not None and self._fleet.usable and self._engine is not None:
             self._engine.resize(self._num_hosts)
+
+    @property
+    def last_task(self) -> Task:
+        """Whose batch, or error, the user was given last."""
+        task: Task = self.position.handed
+        return task
 
     @property
     def bytes_under_way(self) -> int:

@@ -14,7 +14,6 @@ import random
 import traceback
 import types
 import weakref
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import perf_counter
@@ -26,19 +25,20 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import _compat_datasets, fetching
-from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed, pin_memory
+from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed
 from rayloader.data.shard_info import Reader, ranks_told
-from rayloader.epoch.to_device import device_of, moved_here
+from rayloader.epoch.to_device import device_of, moved_here, pinned
 from rayloader.errors import ReplayError, SkipLimitError
 from rayloader.options import Options
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
-from rayloader.resume.digest import chain, digest, digest_as_sent
+from rayloader.resume.digest import chain, digest, digest_of, of_error
 from rayloader.resume.draws import drawn
 from rayloader.resume.samplers import Resuming
+from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import has_state, load_state
 from rayloader.resume.state import State, Stream
-from rayloader.task import Outcome
+from rayloader.task import Outcome, Task
 
 
 class OfOneProcess:
@@ -57,9 +57,15 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     Args:
         loader: without workers.
         state: loaded, for this iterator to continue from; None: it begins an epoch.
+        skips: what it skips in place of the loader's `skip_steps`.
+
+    Attributes:
+        last_task: whose indices were drawn last.
     """
 
-    def __init__(self, loader: Any, state: State | None) -> None:
+    last_task: Task
+
+    def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = device_of(self._options.device)
         log = loader.opened_log()
@@ -69,7 +75,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         position.log = log
         if saved is None:
             position.begins(False)
-            read_skips(loader, position)
+            read_skips(loader, position, skips)
         # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
         BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -93,7 +99,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         else:
             self._sampler_iter = position.unpack(saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
-            read_skips(loader, position)
+            read_skips(loader, position, skips)
             self._num_yielded = position.delivered
             self._go_on(Stream() if saved.stream is None else replace(saved.stream))
         self._tally = loader._recorder.begins(self, 0)
@@ -196,6 +202,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._asked = True
             position.first_draw(self._sampler_iter)
         try:
+            if self._drawn >= position.skips.end:
+                raise StopIteration
             indices = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             position.sampler_ended(self._drawn)
@@ -203,10 +211,12 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._tally.ended()
             raise
         task, self._drawn = self._drawn, self._drawn + 1
+        self.last_task = Task(task, None)
         if self._iterable:  # its indices carry no information
             return task, indices, 0
         try:
-            self._checksum = drawn(indices, self._checksum).checksum
+            self.last_task.indices = drawn(indices, self._checksum)
+            self._checksum = self.last_task.indices.checksum
         except Exception:  # here they need not be picklable
             position.error = f"the indices of batch {task} cannot be pickled:\n{traceback.format_exc()}"
         position.drawn(task, self._sampler_iter, indices, self._checksum)
@@ -219,18 +229,18 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         outcome, self._digest = Outcome.BATCH, 0
         try:
             data = self._build(task, indices, skipped)
-            if self._iterable and self.position.is_skipped(task):  # it was built: the stream goes on after it
+            if self.position.leaves_out:
                 outcome = Outcome.SKIPPED
                 return fetching.NOTHING
             if self._pin_memory:
-                data = pin_memory(data, self._pin_memory_device)
+                data = pinned(data, self._pin_memory_device)
             return data if self._target is None else moved_here(data, self._target[0])
         except fetching.NothingLeft:
             outcome = Outcome.EMPTY
             return fetching.NOTHING
         except BaseException as error:
             ended = self._iterable and isinstance(error, StopIteration)
-            outcome, self._digest = Outcome.ERROR, zlib.crc32(type(error).__qualname__.encode())
+            outcome, self._digest = Outcome.ERROR, of_error(type(error))
             raise
         finally:
             if ended:
@@ -238,7 +248,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 self._tally.ended()
             else:
                 if self.position.log is not None:
-                    self.position.log.add(task, 0, self._digest, outcome, len(skipped))
+                    step = self.position.step_of(task)
+                    self.position.log.add(step, 0, self._digest, outcome, len(skipped))
                 self.position.taken(0, task, checksum)
             self._stream.ended = getattr(self._dataset_fetcher, "ended", False)
             self._count_skipped(skipped)
@@ -255,7 +266,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         if self._iterable and task == 0:
             self._reader.has_read(self._dataset)
         if self.position.log is not None:
-            self._digest = digest_as_sent(data)
+            self._digest = digest_of(data)
         if self._stream.begin is not None:
             self._stream.digest = chain(digest(data), self._stream.digest)
         return data

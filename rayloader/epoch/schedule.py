@@ -135,6 +135,7 @@ class Schedule:
         max_restarts: how often in a row a worker that has not finished a task is replaced.
         first_task_id: where the epoch continues: the tasks before it are done.
         first_worker_id: which worker's turn it is.
+        only_worker_id: the only worker that gets tasks; None: all do.
         paces: of each worker, if the window is elastic or any worker may take the next task; they may know the sizes
             and times of an earlier epoch.
 
@@ -156,6 +157,7 @@ class Schedule:
         max_restarts: int = 0,
         first_task_id: int = 0,
         first_worker_id: int = 0,
+        only_worker_id: int | None = None,
         paces: Sequence[Pace] = (),
     ) -> None:
         self.in_order = in_order
@@ -172,6 +174,8 @@ class Schedule:
             worker.pace = pace
             worker.allowance = Allowance(prefetch_factor, pace.worker_bytes, pace.nbytes)
         self._num_active = num_workers
+        for worker_id, worker in enumerate(self._workers):
+            self._set_active(worker, only_worker_id in (None, worker_id))
         self._kills: dict[int, int] = {}  # by task
         self._queued: deque[Task] = deque()  # see NOTE [dynamic]
         self._tasks: dict[int, Task] = {}  # in task order

@@ -11,12 +11,13 @@ with a `to` alone, and tensors that cannot be recorded, are moved when they are 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,8 +26,29 @@ from rayloader.options import check_device
 from rayloader.transport import device as devices
 from rayloader.transport.device import Accelerator, Event
 
+_Work = TypeVar("_Work", bound=Callable[..., Any])
+
 # How many batches are opened and pinned before the user asks for them, unless they go to a device.
 PINNED_AHEAD = 2
+
+
+def _ends_no_loop(work: _Work) -> _Work:
+    """Makes a RuntimeError of a StopIteration that a batch's own methods raise, as a generator does.
+
+    Out of `next()` it would end the program's loop without a word.
+    """
+
+    @functools.wraps(work)
+    def done(*args: Any, **named: Any) -> Any:
+        try:
+            return work(*args, **named)
+        except StopIteration as error:
+            raise RuntimeError("a method of the batch raised StopIteration") from error
+
+    return done  # type: ignore[return-value]
+
+
+pinned: Callable[..., Any] = _ends_no_loop(pin_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +89,11 @@ class Delivery:
         except Exception:  # a custom to() may raise anything, and the device may have no memory left
             return ExceptionWrapper(where=f"while a batch was copied to device {self.device}")
 
-    def note_streams(self) -> None:
-        """The calling thread is about to give a batch to the program."""
+    def asks(self) -> None:
+        """The program asks for a batch, in the calling thread."""
         if self.accelerator is not None:
-            self.accelerator.note_streams()
+            with contextlib.suppress(RuntimeError):  # it has failed, and so will the program, or tries again
+                self.accelerator.asks()
 
 
 def device_of(given: Any) -> tuple[torch.device, Accelerator] | None:
@@ -113,7 +136,7 @@ def delivery_of(target: tuple[torch.device, Accelerator] | None, ahead: int, pin
         ahead: how many batches are moved there before the user asks for them.
         pins_for: kind of accelerator that torch's iterator would pin batches for; None: it would not.
     """
-    pin = None if pins_for is None else functools.partial(pin_memory, device=pins_for)
+    pin = None if pins_for is None else functools.partial(pinned, device=pins_for)
     if target is not None:
         return Delivery(pin, target[0], ahead, target[0].index, target[1])
     if pin is None:
@@ -126,6 +149,7 @@ class Moved:
 
     __slots__ = ("_accelerator", "_data", "_device", "_event", "_leaves", "_of_user")
 
+    @_ends_no_loop
     def __init__(self, data: Any, device: torch.device, accelerator: Accelerator) -> None:
         self._device, self._accelerator = device, accelerator
         self._leaves: list[Any] = []  # what was copied
@@ -153,6 +177,7 @@ class Moved:
                 raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in interrupts.py
             return ExceptionWrapper(where=f"while a batch was copied to device {self._device}")
 
+    @_ends_no_loop
     def _received(self) -> Any:
         self._accelerator.wait(self._event, self._device, self._leaves)
         return rebuilt(self._data, self._move) if self._of_user else self._data
@@ -165,6 +190,7 @@ class Moved:
         return True
 
 
+@_ends_no_loop
 def moved_here(data: Any, device: torch.device) -> Any:
     """A batch, moved on the calling thread's current stream."""
     return rebuilt(data, lambda leaf: devices.move(leaf, device))

@@ -11,7 +11,6 @@ import math
 import random
 import time
 import traceback
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,7 +32,7 @@ from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
 from rayloader.replica import unpicklable
-from rayloader.resume.digest import chain, digest
+from rayloader.resume.digest import chain, digest, of_error
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, has_state, load_state
 from rayloader.start.signals import exit_in_words
@@ -396,7 +395,7 @@ class HostedWorker:
             if isinstance(error, StopIteration) and self._is_iterable:
                 self._exhausted = True
                 return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
-            checksum = zlib.crc32(type(error).__qualname__.encode())
+            checksum = of_error(type(error))
             if self._has_just_loaded:
                 add_note(
                     error,

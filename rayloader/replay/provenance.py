@@ -37,6 +37,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from rayloader.data.fingerprint import parts_of
@@ -45,7 +46,7 @@ from rayloader.observe.recorder import Tally
 from rayloader.resume import checkpoint
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
-from rayloader.resume.state import VERSIONS
+from rayloader.resume.state import VERSIONS, State
 from rayloader.task import Outcome
 
 logger = logging.getLogger("rayloader")
@@ -397,6 +398,14 @@ class Iteration:
     began: float
     rows: Any
 
+    @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """The first step that was not taken before it, and those after that which were."""
+        if self.state is not None:
+            state = State.load(self.state)
+            return state.step, () if state.position is None else state.position.ahead
+        return pc.min(self.rows["step"]).as_py() or 0, ()
+
 
 @dataclass(frozen=True, slots=True)
 class Log:
@@ -424,36 +433,49 @@ class Log:
         """The part that one loader has written."""
         return Log(self.path, [iteration for iteration in self.iterations if iteration.loader == name])
 
-    def state_of(self, epoch: int, step: int | None = None) -> dict[str, Any]:
-        """The state with which an epoch began; with `step`, the one with which the iteration began that gave it last.
+    def states_of(self, epoch: int) -> list[dict[str, Any]]:
+        """The states with which an epoch began, and went on.
 
         Raises:
-            LookupError: there is no such epoch or step, or it has no state.
+            LookupError: there is no such epoch, or it has no state.
         """
         iterations = self._of_epoch(epoch)
-        iteration = iterations[0] if step is None else self._last_with(epoch, step)[0]
-        if iteration.state is None:
-            raise LookupError(f"{self.path} has no state of epoch {epoch}: {iteration.error}")
-        return iteration.state
+        if not (states := [one.state for one in iterations if one.state is not None]):
+            raise LookupError(f"{self.path} has no state of epoch {epoch}: {iterations[-1].error}")
+        return states
+
+    def steps_of(self, epoch: int) -> Any:
+        """The rows of an epoch, by ascending step. Where a resumed run has gone on, its rows replace those after it.
+
+        Raises:
+            LookupError: there is no such epoch.
+        """
+        kept: list[Any] = []
+        for iteration in self._of_epoch(epoch):
+            start, ahead = iteration.place
+            kept = [rows.filter(_before(rows, start, ahead)) for rows in kept]
+            kept.append(iteration.rows)
+        return pa.concat_tables(kept).sort_by("step")
 
     def row(self, epoch: int, step: int) -> dict[str, Any]:
-        """What is logged of a step, the last time if a resumed run has delivered it again.
+        """What is logged of a step.
 
         Raises:
             LookupError: nothing is.
         """
-        iteration, place = self._last_with(epoch, step)
-        row: dict[str, Any] = iteration.rows.slice(place, 1).to_pylist()[0]
+        rows = self.steps_of(epoch)
+        place = int(np.searchsorted(steps := rows["step"].to_numpy(), step))
+        if place == len(steps) or steps[place] != step:
+            raise LookupError(f"{self.path} has no step {step} of epoch {epoch}")
+        row: dict[str, Any] = rows.slice(place, 1).to_pylist()[0]
         return row
 
-    def of_worker(self, epoch: int, worker: int, before_step: int) -> list[tuple[int, int]]:
-        """The steps before one that a worker has built, ascending, each with the digest of its batch."""
-        found: dict[int, int] = {}
-        for iteration in self._of_epoch(epoch):
-            steps, workers, digests = (iteration.rows[name].to_numpy() for name in ("step", "worker", "digest"))
-            chosen = (workers == worker) & (steps < before_step)
-            found |= zip(steps[chosen].tolist(), digests[chosen].tolist(), strict=True)
-        return sorted(found.items())
+    def of_worker(self, epoch: int, worker: int) -> dict[int, int]:
+        """The digests of the batches that a worker has built, by their steps, ascending."""
+        rows = self.steps_of(epoch)
+        steps, workers, digests = (rows[name].to_numpy() for name in ("step", "worker", "digest"))
+        chosen = workers == worker
+        return dict(zip(steps[chosen].tolist(), digests[chosen].tolist(), strict=True))
 
     def _of_epoch(self, epoch: int) -> list[Iteration]:
         if len(self.loaders) > 1:
@@ -462,12 +484,20 @@ class Log:
             raise LookupError(f"{self.path} has no epoch {epoch}; it has {self.epochs}")
         return found
 
-    def _last_with(self, epoch: int, step: int) -> tuple[Iteration, int]:
-        """The last iteration with a row of this step, and the row's place."""
-        for iteration in reversed(self._of_epoch(epoch)):
-            if len(places := np.flatnonzero(iteration.rows["step"].to_numpy() == step)):
-                return iteration, int(places[-1])
-        raise LookupError(f"{self.path} has no step {step} of epoch {epoch}")
+
+def _before(rows: Any, start: int, ahead: tuple[int, ...]) -> Any:
+    """Which rows are of steps that were taken before an iteration that began at this step."""
+    return pc.or_(pc.less(rows["step"], start), pc.is_in(rows["step"], pa.array(ahead, pa.int32())))
+
+
+def log_of(loader: Any, path: str | os.PathLike[str] | None = None) -> Log:
+    """The log of a loader, in its own file or in another, up to the last batch that was taken."""
+    if path is not None:
+        log = read(path)
+        return log.of_loader(loader.label) if len(log.loaders) > 1 else log
+    if loader._position is not None:
+        loader._position.flush_log()
+    return read(_path_of(loader)).of_loader(loader.label)
 
 
 def read(path: str | os.PathLike[str]) -> Log:

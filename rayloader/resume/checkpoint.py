@@ -78,8 +78,11 @@ def new_position(loader: Any, state: State | None, base_seed: int, num_workers: 
     return position
 
 
-def read_skips(loader: Any, position: Position) -> None:
-    """Reads the loader's `skip_steps` for an epoch that begins, or is resumed."""
+def read_skips(loader: Any, position: Position, instead: SkipSteps | None = None) -> None:
+    """Reads the loader's `skip_steps`, or has others `instead`, for an epoch that begins or is resumed."""
+    if instead is not None:
+        position.skips = instead
+        return
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     ranks = ranks and torch.distributed.get_world_size() > 1
     several = ranks or loader._ranks is not None or position.samplers.part is not None
@@ -168,12 +171,39 @@ def goes_on(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPl
         return None, num_workers
     if state.num_workers == num_workers:
         return place, num_workers
-    if loader.seeding == "batch" and state.fits.dataset_kind == "map" and not place.remembers:
-        epoch = place.begin.epoch
-        new = SavedWorker(WorkerStart(WorkerState(epoch=epoch) if epoch and not place.finished else None))
+    if fits_any_workers(state):
+        new = fresh_worker(place)
         next_worker = place.next_task % max(1, num_workers)
         return place._replace(workers=(new,) * num_workers, next_worker=next_worker), num_workers
     return (None, num_workers) if place.finished else (place, state.num_workers)
+
+
+def fresh_worker(place: SavedPlace | None) -> SavedWorker:
+    """A worker of the epoch of this place that has built nothing, and need not have."""
+    epoch = 0 if place is None or place.finished else place.begin.epoch
+    return SavedWorker(WorkerStart(WorkerState(epoch=epoch) if epoch else None))
+
+
+def rank_of(loader: Any) -> int | None:
+    """The rank of a loader that is one of several ranks'."""
+    return _fits(loader, Samplers(loader)).rank
+
+
+def fits_any_workers(state: State) -> bool:
+    """Whether the batches depend neither on the number of workers nor on whether there are any."""
+    remembers = any(part is not None and part.remembers for part in (state.position, state.process))
+    return state.fits.seeding == "batch" and state.fits.dataset_kind == "map" and not remembers
+
+
+def fits_any_ranks(state: State) -> bool:
+    """Whether the list of all ranks' states can be continued by another number of ranks.
+
+    For that the loader itself divides a sampler's samples or batches, and the sampler has no state of its own.
+    """
+    fits = state.fits
+    outermost = fits.sampler.split(" of ")[0 if fits.batch_size is None else 1 :]
+    is_dealt = fits.dataset_kind == "map" and outermost[:1] in (["DistributedSampler"], ["Shard"])
+    return fits.num_replicas is not None and is_dealt and not state.sampler.tells
 
 
 def _check_workers(loader: Any, state: State, num_workers: int) -> None:
@@ -181,7 +211,7 @@ def _check_workers(loader: Any, state: State, num_workers: int) -> None:
 
     Without workers the samples draw from the program's own generators.
     """
-    if bool(state.num_workers) == bool(num_workers):
+    if bool(state.num_workers) == bool(num_workers) or fits_any_workers(state):
         return
     what = f"the state is of a loader with num_workers={state.num_workers}, this one has {num_workers}"
     remedy = "create the loader with workers, or without, like the one that was saved"
@@ -190,12 +220,10 @@ def _check_workers(loader: Any, state: State, num_workers: int) -> None:
             f"{what}: without workers the samples draw from the program's own random generators, and with workers each "
             f'worker has a stream of its own; {remedy}. With seeding="batch" both give the same batches'
         )
-    remembers = any(part is not None and part.remembers for part in (state.position, state.process))
-    if state.fits.dataset_kind == "iterable" or remembers:
-        raise StateError(
-            f"{what}: its dataset is a stream, or has a state or random generators of its own, which the process that "
-            f"does the work has; {remedy}"
-        )
+    raise StateError(
+        f"{what}: its dataset is a stream, or has a state or random generators of its own, which the process that "
+        f"does the work has; {remedy}"
+    )
 
 
 def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
@@ -204,7 +232,7 @@ def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
     Raises:
         StateError: they do not belong together, or not to this loader.
     """
-    part, own = samplers.part, _fits(loader, samplers)
+    own = _fits(loader, samplers)
     if own.num_replicas is None or own.rank is None:
         raise StateError(
             "a list of states is for a loader that is one rank's, with num_replicas and rank, or with torch's "
@@ -218,8 +246,7 @@ def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
         raise StateError(f"a list must hold one state of each rank, got ranks {ranks} of {sorted(worlds, key=str)}")
     if len(states) == own.num_replicas:
         return states[own.rank]
-    is_outermost = part is not None and (part is loader.sampler or part is samplers.index_sampler)
-    if loader._dataset_kind or not is_outermost or any(state.sampler.tells for state in states):
+    if samplers.part is None or not all(map(fits_any_ranks, states)):
         raise StateError(
             f"the states are of {len(states)} ranks, and this loader is one of {own.num_replicas}: the number can "
             "change where the loader itself divides a sampler's samples or batches (num_replicas and rank, or "

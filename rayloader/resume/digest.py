@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from rayloader._compat import no_torch_function
+from rayloader.protocol import carried
 from rayloader.transport.codec import PLAIN, Encoded, encode
 from rayloader.transport.raw import memory
 
@@ -48,13 +49,19 @@ def digest(batch: Any, encoded: Encoded | None = None) -> int:
         return zlib.crc32(type(batch).__qualname__.encode())
 
 
-def digest_as_sent(batch: Any) -> int:
-    """The checksum that a worker has for this batch, which it encodes in any case."""
+def digest_of(batch: Any, error: BaseException | None = None) -> int:
+    """The checksum of a batch that no worker has built, or of the exception in its place, as a worker computes it."""
+    if error is not None:
+        return of_error(type(error))
     try:
-        encoded = encode(batch, known_classes=True)
-    except Exception:  # no worker could send it
-        encoded = None
-    return digest(batch, encoded)
+        return digest(batch, encode(batch, known_classes=True, carry=carried()))
+    except Exception:  # here it need not be picklable
+        return digest(batch)
+
+
+def of_error(kind: type[BaseException]) -> int:
+    """The checksum of an exception of this kind in the place of a batch."""
+    return zlib.crc32(kind.__qualname__.encode())
 
 
 class _Walk:

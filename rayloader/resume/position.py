@@ -242,12 +242,21 @@ class Position:
 
     def read_skips(self, given: Given, *, is_one_of_several: bool) -> None:
         """Reads the loader's `skip_steps`, in an epoch of which nothing was drawn since it was begun or resumed."""
-        at = self.epoch_of_run, self.next_task
+        at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
         self.skips = SkipSteps(given, self.skips.steps, at, follows=not is_one_of_several)
 
-    def is_skipped(self, task_id: int) -> bool:
-        """Whether nobody is to get a batch, because of `skip_steps`."""
-        return (self.epoch_of_run, task_id) in self.skips.steps
+    def step_of(self, task_id: int) -> int:
+        """The number of the next task's step, or of the last one's.
+
+        Of a stream it is the place of its batch in the order of delivery. Tasks have other numbers in each run: when a
+        worker's stream ends, those that it was given already are left out.
+        """
+        return task_id if not self.iterable else self.delivered - (task_id == self._counted)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether `skip_steps` leaves out the next batch of a stream, which was built, for the stream goes on."""
+        return self.iterable and self.skips.has((self.epoch_of_run, self.delivered))
 
     def settle(self) -> None:
         """Counts the batch that was handed over last, if it is not counted yet."""
@@ -255,7 +264,8 @@ class Position:
             if self.handed is not None and not self.handed.counted:
                 task = self.handed
                 if self.log is not None:
-                    self.log.add(task.task_id, task.worker_id, task.digest or 0, task.outcome, task.skipped)
+                    step = self.step_of(task.task_id)
+                    self.log.add(step, task.worker_id, task.digest or 0, task.outcome, task.skipped)
                 self.taken(task.worker_id, task.task_id, task.indices.checksum)
                 self.handed.counted = True
 

@@ -10,13 +10,16 @@ several ranks reads it at `iter()` only.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 Step = tuple[int, int]  # epoch, and the number of a batch in the order of its sampler; both from 0
 Given = Iterable[int | Step] | str | os.PathLike[str] | None
@@ -38,6 +41,8 @@ class SkipSteps:
         self._path = Path(given) if follows and isinstance(given, (str, os.PathLike)) else None
         self._seen = None if self._path is None else _version(self._path)
         self._late: set[Step] = set()
+        self.end = math.inf  # no step of this number, or a later one, is drawn
+        self.only_worker: int | None = None  # that has work
         self.steps: set[Step] = {*known}
         self._add(steps_in(given), at)
 
@@ -70,6 +75,25 @@ class SkipSteps:
                 "of ranks, its steps have other numbers, and none of them is skipped",
                 stacklevel=2,
             )
+
+
+class AllBut(SkipSteps):
+    """Skips what is not needed to build one batch again.
+
+    Args:
+        needed: the steps of the epoch that are built.
+        end: the step after the last one.
+        worker_id: the worker that builds them.
+    """
+
+    def __init__(self, needed: Container[int], end: int, worker_id: int) -> None:
+        super().__init__()
+        self._needed = needed
+        self.end, self.only_worker = end, worker_id
+
+    @override
+    def has(self, step: Step) -> bool:
+        return step[1] not in self._needed
 
 
 def steps_in(given: Given) -> set[Step]:

@@ -331,6 +331,14 @@ class State(NamedTuple):
         return 0 if self.position is None or self.position.finished else self.position.delivered
 
     @property
+    def step(self) -> int:
+        """The first step of that epoch that was not taken; see `Position.step_of`."""
+        place = self.position
+        if place is None or place.finished:
+            return 0
+        return place.delivered if self.fits.dataset_kind == "iterable" else place.next_task
+
+    @property
     def is_between_epochs(self) -> bool:
         """Whether the next `iter()` begins an epoch."""
         return self.redeal is None and (self.position is None or self.position.finished)

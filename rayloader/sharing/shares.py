@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from rayloader._compat import pin_memory
+from rayloader._compat import pinning_of
 from rayloader.data.shard_info import ranks_told
+from rayloader.epoch.to_device import pinned
 from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.loader import DataLoader
 from rayloader.options import PREFETCH_BYTES, check_name, check_remote_args, is_whole
@@ -269,8 +270,8 @@ class _Iterator:
         self._first = taken
         self._ended = False
         connection = consumer._link.connection
-        self._pins = connection.pin_memory and torch.accelerator.is_available()
-        self._device = connection.pin_memory_device
+        pinning: Any = {"pin_memory": connection.pin_memory, "pin_memory_device": connection.pin_memory_device}
+        self._pins, self._device = pinning_of(DataLoader((), generator=torch.Generator(), **pinning))
 
     @property
     def has_given(self) -> bool:
@@ -305,7 +306,7 @@ class _Iterator:
         error = pickle.loads(payload) if kind is Kind.ERROR else None
         batch = from_wire(Wire(*payload)) if error is None else None
         if self._pins and error is None:
-            batch = pin_memory(batch, self._device)
+            batch = pinned(batch, self._device)
         inbox.tell(number + 1)
         # These lines mark the batch as taken: after an interrupt before them the next call returns it again.
         del pending[number]

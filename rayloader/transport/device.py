@@ -9,14 +9,20 @@ NOTE [Held slots] in page_locks.py.
 NOTE [All streams]. A program queues copies on any stream, and nobody tells us. Drivers since CUDA 12.5 can record an
 event of all that has been queued in a context, whatever the stream (`_Driver`). With older ones an event is recorded
 on each stream that has been seen: ours, the default ones, and those that were current when the program asked for a
-batch (`note_streams`).
+batch (`asks`).
+
+NOTE [Captures]. While a stream captures a CUDA graph, an event of its context makes the graph invalid, whichever thread
+records it, and nothing tells whether some stream captures. But a program's thread that asks for a batch is capturing
+nothing, or else its current stream. So events of all streams are recorded there (`Marks`). Only the end of a worker,
+whose memory must be unlocked although perhaps no batch will ever be asked for again, has them recorded at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +32,9 @@ from rayloader._compat import current_accelerator
 from rayloader.errors import RayloaderError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+# Results of cudaHostUnregister after which nothing is registered there: success, and that nothing was, for instance
+# because the context is gone (InvalidValue, CudartUnloading, ContextIsDestroyed, HostMemoryNotRegistered).
+_NOT_REGISTERED = (0, 1, 4, 709, 713)
 
 
 class AcceleratorError(RayloaderError):
@@ -59,13 +68,24 @@ class Accelerator(Protocol):
         """
 
     def unregister(self, address: int) -> None:
-        """Ends what `register` began at this address; no copy from there may be pending."""
+        """Ends what `register` began at this address; no copy from there may be pending.
 
-    def note_streams(self) -> None:
-        """The calling thread is about to give a batch to the program, which may queue copies of it."""
+        Raises:
+            AcceleratorError: the memory is still page-locked.
+        """
+
+    def asks(self) -> None:
+        """The program asks for a batch, in the calling thread; it may queue copies of it, and has dropped others.
+
+        Raises:
+            RuntimeError: the accelerator has failed; events that were to be recorded are at the next call.
+        """
 
     def event(self, device: torch.device | None = None) -> Event:
-        """An event of the copies queued so far: of `copy` to one device, or for None of all that the program knows."""
+        """An event of copies: of those to one device that `copy` has queued so far; or for None of all, by anyone.
+
+        For None it is recorded when the program asks for a batch, or when somebody waits for it; see NOTE [Captures].
+        """
 
     def copy(self, leaf: Any, device: torch.device) -> Any:
         """The result of `to` of a tensor, or of another object that has it, queued on a stream of our own."""
@@ -118,6 +138,52 @@ class _Events(Event):
             event.synchronize()
 
 
+class Marks:
+    """Events that are recorded later, all of them by one record; see NOTE [Captures]. Any thread may call.
+
+    Args:
+        record: makes an event of all that was queued so far.
+    """
+
+    def __init__(self, record: Callable[[], Event]) -> None:
+        self._record = record
+        self._lock = threading.Lock()
+        self._waiting: list[_Later] = []
+
+    def event(self) -> Event:
+        """An event that happens after what is queued before the next call of `record`."""
+        self._waiting.append(later := _Later(self))
+        return later
+
+    def record(self) -> None:
+        """Records the events that were made so far."""
+        with self._lock:
+            if waiting := self._waiting.copy():  # others may come meanwhile, for the next call
+                event = self._record()
+                for later in waiting:
+                    later.recorded = event
+                del self._waiting[: len(waiting)]  # after an interrupt before this line they are recorded again
+
+
+class _Later(Event):
+    __slots__ = ("_marks", "recorded")
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self.recorded: Event | None = None
+
+    @override
+    def query(self) -> bool:
+        return self.recorded is not None and self.recorded.query()
+
+    @override
+    def synchronize(self) -> None:
+        if self.recorded is None:
+            self._marks.record()
+        if self.recorded is not None:
+            self.recorded.synchronize()
+
+
 class TorchAccelerator(Accelerator):
     """Torch's accelerators of one kind; page-locks memory for CUDA (and ROCm) alone.
 
@@ -131,6 +197,7 @@ class TorchAccelerator(Accelerator):
         self._queues: dict[torch.device, Any] = {}  # our streams
         self._streams: set[Any] = set()  # others that were seen
         self._driver: _Driver | None = None
+        self._marks = Marks(self._record)
         self._registers = False  # whether something is, or was, registered
 
     @override
@@ -151,19 +218,24 @@ class TorchAccelerator(Accelerator):
     @override
     def unregister(self, address: int) -> None:
         runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(address)  # it fails where the context is gone, and the registration with it
+        code = runtime.cudaHostUnregister(address)
+        if int(code) not in _NOT_REGISTERED:
+            raise AcceleratorError(f"cudaHostUnregister: {runtime.cudaGetErrorString(code)}")
 
     @override
-    def note_streams(self) -> None:
+    def asks(self) -> None:
         driver, module = self._driver, self._module
-        if self._registers:
-            for index in [module.current_device()] if driver is None else driver.devices():
-                self._streams.update((module.default_stream(index), module.current_stream(index)))
+        if not self._registers or torch.cuda.is_current_stream_capturing():
+            return
+        for index in [module.current_device()] if driver is None else driver.devices():
+            self._streams.update((module.default_stream(index), module.current_stream(index)))
+        self._marks.record()
 
     @override
     def event(self, device: torch.device | None = None) -> Event:
-        if device is not None:
-            return _Events([self._queue(device).record_event()])
+        return self._marks.event() if device is None else _Events([self._queue(device).record_event()])
+
+    def _record(self) -> Event:
         driver = self._driver
         if driver is not None and driver.records_contexts and (events := driver.record()) is not None:
             return _Events(events)

@@ -6,9 +6,9 @@ A `PageLocks` is for the driver's side of one arena; `lock` is for any thread, t
 
 NOTE [Held slots]. A program may drop a batch while a copy of it is still queued: `x.to("cuda", non_blocking=True)`
 followed by `del x`. So a slot of a locked block is *held* when its last view has died: its ticket goes back to the
-worker when the event has happened that was recorded after that. Nobody waits for it; without room the worker takes
-other memory. Which copies count says NOTE [All streams] in device.py. Copies from memory that is not locked read all of
-it before the call returns.
+worker when the event has happened that is recorded when the program next asks for a batch. Nobody waits for it; without
+room the worker takes other memory. Which copies count says NOTE [All streams] in device.py. Copies from memory that is
+not locked read all of it before the call returns.
 
 NOTE [Locked memory]. The pages of a locked block must stay where they are: the accelerator goes on reading those that
 it was told of. So nothing in an arena that may be locked is given back to the system, as cold or free memory of other
@@ -72,7 +72,6 @@ class PageLocks:
         self._lock = threading.Lock()  # while a block is being locked or unlocked
         self._locked: set[tuple[int, int]] = set()
         self._closed = False
-        self._dropped: list[int] = []  # slots that are held until there is an event
         self._held: deque[tuple[Event, list[int]]] = deque()
 
     def lock(self, offset: int) -> None:
@@ -103,26 +102,23 @@ class PageLocks:
 
     def hold(self, tickets: list[int]) -> None:
         """Nothing refers to these slots any more, but for copies that may be queued; see NOTE [Held slots]."""
-        self._dropped += tickets
-        with contextlib.suppress(RuntimeError):  # the accelerator has failed, and so will the program, or tries again
-            self._held.append((self.accelerator.event(), self._dropped))
-            self._dropped = []
+        self._held.append((self.accelerator.event(), tickets))
 
     def passed(self) -> list[int]:
         """Slots that were held, and of which no copy is pending any more; each only once."""
         tickets: list[int] = []
-        with contextlib.suppress(RuntimeError):  # as in `hold`
+        with contextlib.suppress(RuntimeError):  # the accelerator has failed, and so will the program, or tries again
             while self._held and self._held[0][0].query():
                 tickets += self._held.popleft()[1]
         return tickets
 
     def held(self) -> set[int]:
         """Slots that are held. Any thread may ask."""
-        return {ticket for tickets in (self._dropped, *[held for _, held in self._held.copy()]) for ticket in tickets}
+        return {ticket for _, tickets in self._held.copy() for ticket in tickets}
 
     def wait(self) -> None:
         """Waits for the copies from all slots that are held."""
-        with contextlib.suppress(RuntimeError):  # as in `hold`
+        with contextlib.suppress(RuntimeError):  # as in `passed`
             for event, _ in self._held.copy():
                 event.synchronize()
 
@@ -192,6 +188,7 @@ class Unlocker:
         self._lock = threading.RLock()  # a finalizer may come while its thread has it
         self._retired: list[Retired] = []
         self._thread: DaemonThread | None = None
+        self._has_warned = False
 
     def ring(self) -> None:
         """A batch of such an arena has died. For finalizers."""
@@ -219,7 +216,7 @@ class Unlocker:
                     self._thread = None
                     return
                 arenas = self._retired.copy()
-            done = [arena for arena in arenas if arena.unlock()]
+            done = [arena for arena in arenas if self._unlocks(arena)]
             waits = not done
             with self._lock:
                 while done:
@@ -227,6 +224,20 @@ class Unlocker:
             del arenas  # it keeps none mapped while it waits
             if waits:
                 self._bell.wait(_WAKE_S)
+
+    def _unlocks(self, arena: Retired) -> bool:
+        """`arena.unlock()`. After an error the arena stays mapped, as locked memory must, and is tried again later."""
+        try:
+            return arena.unlock()
+        except Exception as error:  # the accelerator's may be of any type, and the other arenas are to be unlocked
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "rayloader: page-locked memory of a worker that has ended cannot be unlocked now (%s), so it is "
+                    "kept, and tried again later",
+                    repr(error),  # the error itself would keep the arena
+                )
+            return False
 
     def end(self) -> None:
         """At the end of the program: a thread that is in C++ code when the interpreter ends would abort the process."""

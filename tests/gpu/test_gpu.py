@@ -131,6 +131,21 @@ def test_with_an_older_driver_the_copy_may_be_queued_on_the_current_stream(monke
     assert all(same(copies))
 
 
+def test_a_graph_may_be_captured_within_the_loop():
+    ones = torch.ones(1000, device="cuda")
+    for number, (large, _) in enumerate(loader(pin_memory=True)):
+        copied = large.to("cuda", non_blocking=True)
+        del large
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = ones + 1
+            for _ in range(1000):  # meanwhile the thread ahead prepares batches
+                result += 1
+        graph.replay()
+        assert result.eq(1002).all()
+        assert copied.eq(number).all()
+
+
 def test_a_worker_may_be_killed_while_copies_of_its_batches_are_queued():
     iterator, copies = iter(loader(pin_memory=True)), []
     for large, _ in iterator:
@@ -277,9 +292,12 @@ def test_what_an_event_of_all_copies_costs():
     import time
 
     accelerator = devices.current()
-    events = [accelerator.event() for _ in range(10)]
+    accelerator.event().synchronize()
     began = time.perf_counter()
-    events = [accelerator.event() for _ in range(1000)]
+    events = []
+    for _ in range(1000):
+        events.append(accelerator.event())
+        accelerator.asks()
     recorded = time.perf_counter()
     torch.cuda.synchronize()
     synchronized = time.perf_counter()

@@ -70,6 +70,22 @@ def test_a_custom_pin_memory_method_is_called(accelerator):
     assert [(batch.index, batch.thread) for batch in batches] == [(k, "rayloader-ahead") for k in range(4)]
 
 
+class PinsOrStops(PinsItself):
+    def pin_memory(self):
+        if self.index == 1:
+            raise StopIteration("as planned")
+        return self
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_would_end_the_programs_loop_is_an_error_as_out_of_a_generator(accelerator, num_workers):
+    iterator = iter(load(PinsOrStops, 3, num_workers=num_workers, pin_memory=True))
+    assert next(iterator).index == 0
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(iterator)
+    assert next(iterator).index == 2
+
+
 def test_at_most_two_batches_are_pinned_ahead_of_the_user(accelerator, tmp_path):
     mail = Mail(tmp_path / "mail")
     asked = 0

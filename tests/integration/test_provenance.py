@@ -256,9 +256,9 @@ def test_an_interrupt_loses_and_doubles_no_row(tmp_path, num_workers):
         loader = make(path, num_workers=num_workers, workers="fork", shuffle=False)
         iterator = iter(loader)
         got = [next(iterator)]
-        with no_hang(lambda at=number: at), interrupted_at(number) as interrupt:
-            with contextlib.suppress(KeyboardInterrupt):
-                got.append(next(iterator))
+        ignored = contextlib.suppress(KeyboardInterrupt)
+        with no_hang(lambda at=number: at), ignored, interrupted_at(number) as interrupt:
+            got.append(next(iterator))
         taken = loader.state_dict()["_num_yielded"] if num_workers else len(got)
         del iterator, loader
         gc.collect()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import ray
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
+from accelerator import Pinned
 from interrupts import interrupted_at, no_hang
 from rayloader import ConsumerDroppedError, DataLoader, RaySessionError, ShareError, StateError, share, shared
 from rayloader.sharing.link import MOST_AHEAD
@@ -276,6 +278,30 @@ def test_a_stream_has_no_length_and_is_read_by_each():
             assert [[batch.tolist() for batch in found] for found in together(*consumers)] == [
                 [[0, 1], [2, 3], [4]]
             ] * 2
+
+
+def warned(iterable):
+    """What is warned of when an iterator is made."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        iter(iterable)
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("pinning", [{}, {"pin_memory": True}, {"pin_memory": True, "pin_memory_device": "cuda"}])
+def test_a_consumer_that_cannot_pin_warns_as_torchs_loader_does(pinning):
+    state = torch.get_rng_state()
+    with share(DataLoader(range(4), **pinning), consumers=1) as shared_loader:
+        told = warned(shared_loader.consumer(0))
+    assert state.equal(torch.get_rng_state())
+    assert told == warned(torch.utils.data.DataLoader(range(4), **pinning))
+
+
+def test_batches_are_pinned_in_each_consumer(accelerator):
+    with two(DataLoader(range(2), pin_memory=True)) as consumers:
+        for found in map(list, consumers):
+            assert [type(batch) for batch in found] == [Pinned] * 2
 
 
 def test_an_epoch_that_is_broken_off_is_over_for_who_does_it_and_for_all_if_all_do():

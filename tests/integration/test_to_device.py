@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from accelerator import LIMIT
 from inside import kill_worker
 from probes import Calls, as_is, load
 from rayloader import DataLoader
+from rayloader.epoch import ahead, engine
 from simulated_device import DEVICE, SimulatedAccelerator
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -78,6 +80,41 @@ def test_without_room_for_locked_memory_a_thread_copies_and_a_warning_says_why(a
     assert "ulimit -l" in record.message
 
 
+class Clock:
+    """The clock of the engine and of the thread ahead."""
+
+    def __init__(self):
+        self.passed = 0.0
+        self.perf_counter = time.perf_counter
+
+    def monotonic(self):
+        return time.monotonic() + self.passed
+
+
+def test_page_locking_does_not_count_towards_the_timeout(accelerator, monkeypatch):
+    clock, asked = Clock(), threading.Semaphore(0)
+    deadline, register = engine.Engine._deadline, accelerator.register
+
+    def noted(*args):
+        asked.release()
+        return deadline(*args)
+
+    def slow(address, nbytes):
+        clock.passed += 1000.0
+        while asked.acquire(blocking=False):
+            pass
+        for _ in range(4):  # the program looks at the clock again, and waits on
+            assert asked.acquire(timeout=LIMIT)
+        register(address, nbytes)
+
+    for module in (engine, ahead):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(engine.Engine, "_deadline", noted)
+    monkeypatch.setattr(accelerator, "register", slow)
+    assert values(list(load(large, 1, pin_memory=True, timeout=500))) == [0]
+    assert clock.passed == 1000.0
+
+
 def test_loaders_that_pin_and_others_share_warm_workers(accelerator):
     for pin in (False, True, False, True):
         batches = list(load(large, 4, num_workers=2, pin_memory=pin))
@@ -106,6 +143,18 @@ def test_a_worker_may_be_killed_while_copies_of_its_batches_are_pending(accelera
             kill_worker(iterator, len(copies) // 12)
     accelerator.advance(20)
     assert values(copies) == list(range(20))
+
+
+@pytest.mark.parametrize("arenas", [True, False])
+def test_graphs_may_be_captured_within_the_loop(accelerator, arenas):
+    """The simulated accelerator notes what would make them invalid."""
+    found = []
+    for batch in load(large, 40, num_workers=2, device="cuda", arenas=arenas):
+        accelerator.captures = True
+        found += values([batch])
+        accelerator.wait_for(min(40, len(found) + 2))  # the thread ahead goes on meanwhile
+        accelerator.captures = False
+    assert found == list(range(40))
 
 
 # device
@@ -223,6 +272,60 @@ def test_an_error_arrives_at_the_batch_that_it_belongs_to(accelerator, kind):
     assert next(iterator).index == 2
 
 
+class Stopping(Custom):
+    def to(self, device):
+        if self.index == 1:
+            raise StopIteration("as planned")
+        return super().to(device)
+
+
+class StoppingAhead(Stopping):
+    def record_stream(self, stream):
+        pass
+
+
+class StoppingToRecord(Custom):
+    def record_stream(self, stream):
+        if self.index == 1:
+            raise StopIteration("as planned")
+
+
+@pytest.mark.parametrize("kind", [Stopping, StoppingAhead, StoppingToRecord])
+def test_what_would_end_the_programs_loop_is_an_error_as_out_of_a_generator(accelerator, kind):
+    iterator = iter(load(kind, 3, num_workers=1, device="cuda"))
+    assert next(iterator).index == 0
+    with pytest.raises(RuntimeError, match=r"(?s)copied to device cuda:0\..*StopIteration: as planned"):
+        next(iterator)
+    assert next(iterator).index == 2
+
+
+def test_that_holds_without_workers_too(accelerator):
+    iterator = iter(load(Stopping, 3, num_workers=0, device="cuda"))
+    assert next(iterator).index == 0
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        next(iterator)
+    assert isinstance(caught.value.__cause__, StopIteration)
+    assert next(iterator).index == 2
+
+
+def endless_at_1(index):
+    batch = [torch.tensor(index)]
+    if index == 1:
+        batch.append(batch)
+    return batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
+def test_a_list_that_contains_itself_is_an_error_in_its_turn_as_in_torchs_pinning(accelerator, options, num_workers):
+    accelerator.move_anything(DEVICE)
+    iterator = iter(load(endless_at_1, 3, num_workers=num_workers, **options))
+    assert next(iterator) == [torch.tensor(0)]
+    with pytest.raises(RecursionError):
+        next(iterator)
+    assert next(iterator) == [torch.tensor(2)]
+
+
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
 def test_a_device_that_the_thread_ahead_cannot_use_is_an_error_and_no_hang(accelerator, monkeypatch, options):
     def fail(index):
@@ -284,6 +387,7 @@ def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_wor
         ({"device": "gpu"}, ValueError, "device must name one that torch knows, got 'gpu'; torch says"),
         ({"device": 1.5}, TypeError, "device must be a name, such as 'cuda' or 'cuda:1', a torch.device or None"),
         ({"device": 0}, TypeError, r"got 0; for number n pass f'cuda:\{n\}'"),
+        ({"prefetch_to_device": 2}, ValueError, "needs a device to which batches are moved, got prefetch_to_device=2 "),
         ({"prefetch_to_device": 0}, ValueError, "prefetch_to_device must be a whole number of batches >= 1"),
         ({"prefetch_to_device": 2.0}, ValueError, "prefetch_to_device must be a whole number of batches >= 1"),
     ],
@@ -291,6 +395,24 @@ def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_wor
 def test_wrong_arguments_are_errors_when_the_loader_is_made(wrong, error, text):
     with pytest.raises(error, match=text):
         DataLoader(range(4), **wrong)
+
+
+def test_batches_ahead_on_no_device_are_an_error_wherever_the_number_is_set():
+    with pytest.raises(ValueError, match="pass device="):
+        rayloader.patch(prefetch_to_device=1)
+    with rayloader.patch(device="cpu"), rayloader.patch(prefetch_to_device=1):
+        assert torch.utils.data.DataLoader([1]).prefetch_to_device == 1
+    loader = DataLoader(range(4), device="cpu", prefetch_to_device=1)
+    loader.device = None
+    with pytest.raises(ValueError, match="pass device="):
+        iter(loader)
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"device": "cpu", "prefetch_to_device": 3}])
+def test_a_loader_may_be_made_anew_from_its_attributes(options):
+    loader = DataLoader(range(4), **options)
+    given = {name: getattr(loader, name) for name in ("dataset", "device", "prefetch_to_device")}
+    assert DataLoader(**given).prefetch_to_device == options.get("prefetch_to_device")
 
 
 def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator, monkeypatch):

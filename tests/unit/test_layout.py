@@ -20,14 +20,14 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 MAY_IMPORT = {
     "": {"cli", "data", "epoch", "inherit", "observe", "random", "replay", "replica", "resume", "sharing"}
     | {"transport", "workers"},
-    "cli": {"", "observe", "start", "transport", "workers"},
+    "cli": {"", "observe", "replay", "resume", "start", "transport", "workers"},
     "data": {"", "observe", "random", "resume", "transport"},
     "epoch": {"", "data", "inherit", "observe", "random", "replica", "resume", "start", "transport", "workers"},
     "host": {"", "data", "inherit", "observe", "random", "replica", "resume", "start", "transport"},
     "inherit": {"", "random", "transport"},
     "observe": {""},
     "random": {"", "transport"},
-    "replay": {"", "data", "epoch", "observe", "resume", "transport"},
+    "replay": {"", "data", "epoch", "observe", "random", "resume", "transport"},
     "replica": {"", "transport"},
     "resume": {"", "random", "transport"},
     "sharing": {"", "data", "epoch", "inherit", "random", "replica", "resume", "start", "transport", "workers"},

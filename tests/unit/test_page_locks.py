@@ -15,8 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayloader.epoch.to_device import Delivery
 from rayloader.transport import codec, lanes, page_locks
 from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots
+from rayloader.transport.device import Marks
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
 from rayloader.transport.page_locks import PageLocks, blocks
 from simulated_device import DEVICE, SimulatedAccelerator
@@ -65,7 +67,10 @@ class Worker:
         return self.deliver(self.build(number, items))
 
     def give_back(self):
+        """The program asks for a batch, and the worker is sent a task."""
         freed = self.arena.freed()
+        Delivery(accelerator=self.arena.accelerator).asks()
+        freed += self.arena.freed()
         self.writer.free(freed)
         return freed
 
@@ -152,6 +157,36 @@ def test_memory_that_a_forked_child_may_read_is_unlocked_after_the_copies_from_i
     wait_for_unlocking()
     assert (accelerator.done, accelerator.violations, accelerator.registered) == (1, [], {})
     assert copied.eq(1).all()
+
+
+def test_memory_that_cannot_be_unlocked_stays_mapped_and_the_rest_goes_on(accelerator, monkeypatch, caplog):
+    workers = [Worker(accelerator), Worker(accelerator)]
+    starts = [worker.arena._mapping.start + PAGE for worker in workers]
+    unregister, tried = accelerator.unregister, threading.Semaphore(0)
+
+    def fail(address):
+        if address == starts[0]:
+            tried.release()
+            raise ValueError("not now")
+        unregister(address)
+
+    monkeypatch.setattr(accelerator, "unregister", fail)
+    for number, worker in enumerate(workers):
+        worker.batch(number)
+        worker.close()
+    while len(accelerator.registered) > 1:
+        page_locks.unlocker.ring()
+    page_locks.unlocker.ring()
+    assert all(tried.acquire(timeout=LIMIT_S) for _ in range(2))
+    del workers, worker
+    assert list(accelerator.registered) == starts[:1]
+    assert f"{starts[0] - PAGE:x}-" in Path("/proc/self/maps").read_text()
+    (record,) = caplog.records
+    assert "cannot be unlocked now (ValueError('not now'))" in record.message
+    monkeypatch.setattr(accelerator, "unregister", unregister)
+    page_locks.unlocker.ring()
+    wait_for_unlocking()
+    assert accelerator.registered == {}
 
 
 def test_a_result_that_is_received_after_the_end_of_its_worker_keeps_nothing_locked(accelerator):
@@ -276,6 +311,37 @@ def test_a_slot_is_held_while_a_copy_from_it_is_pending(worker, accelerator):
     assert copied.eq(1).all()
 
 
+def test_no_event_of_all_streams_is_recorded_while_a_graph_is_captured(worker, accelerator):
+    batch = worker.batch(1)
+    accelerator.copy(batch, DEVICE)
+    accelerator.captures = True
+    del batch
+    assert worker.give_back() == []
+    accelerator.advance()
+    assert worker.give_back() == []
+    accelerator.captures = False
+    assert len(worker.give_back()) == 1
+
+
+def test_events_that_are_made_while_others_are_recorded_wait_for_the_next_record():
+    made = []
+
+    class Happened:
+        def query(self):
+            return True
+
+    def record():
+        made.append(marks.event())
+        return Happened()
+
+    marks = Marks(record)
+    made.append(marks.event())
+    marks.record()
+    assert [event.query() for event in made] == [True, False]
+    marks.record()
+    assert [event.query() for event in made] == [True, True, False]
+
+
 def test_held_slots_are_not_counted_as_the_programs(worker, accelerator):
     batch = worker.batch(1)
     assert worker.arena.leased_bytes >= batch.nbytes
@@ -303,11 +369,11 @@ def test_copies_from_memory_that_is_not_locked_hold_nothing():
 def test_a_failing_accelerator_ends_no_epoch_and_loses_no_slot_if_it_comes_round(worker, accelerator, monkeypatch):
     batch = worker.batch(1)
 
-    def fail(device=None):
+    def fail():
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     with monkeypatch.context() as failing:
-        failing.setattr(accelerator, "event", fail)
+        failing.setattr(accelerator, "asks", fail)
         del batch
         assert worker.give_back() == []
         assert worker.arena.leased_bytes == 0
@@ -469,6 +535,7 @@ def test_recycled_memory_is_locked_and_held_like_a_workers(accelerator):
         addresses.add(tensor.data_ptr())
         del copy, tensor
     assert len(addresses) == 4
+    accelerator.asks()
     accelerator.advance(4)
     assert copied.eq(torch.from_numpy(content)).all()
     assert recycled.room(content.nbytes).obj.base.slot[1] + recycled._arena._mapping.start in addresses

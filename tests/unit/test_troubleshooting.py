@@ -197,6 +197,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "device must be a name": lambda: DataLoader(range(4), device=0),
     "device must name one": lambda: DataLoader(range(4), device="gpu"),
     "prefetch_to_device must be": lambda: DataLoader(range(4), prefetch_to_device=0),
+    "prefetch_to_device needs": lambda: DataLoader(range(4), prefetch_to_device=2),
     "share() takes a loader without": lambda: rayloader.share(DataLoader(range(4), device="cpu"), consumers=1),
     "snapshot_every_n_steps": lambda: DataLoader(range(4), snapshot_every_n_steps=0),
     "name must be": lambda: DataLoader(range(4), name=""),

@@ -1,0 +1,25 @@
+"""Where the commands print, and how they end when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")]
+
+
+def print_json(content: Any) -> None:
+    """Prints JSON to the standard output."""
+    print(json.dumps(content, indent=2))
+
+
+def fail(error: Exception) -> NoReturn:
+    """Says what is wrong, and ends the command with code 2."""
+    err.print("[red]rayloader:[/]", escape(str(error)))
+    raise typer.Exit(2) from error

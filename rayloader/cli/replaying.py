@@ -1,0 +1,195 @@
+"""The command that builds a batch of a run again: `rayloader replay`."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from rayloader.cli import picture, rates, sources
+from rayloader.cli.console import AsJson, err, fail, out, print_json
+from rayloader.cli.inspecting import Key
+from rayloader.cli.sources import SourceError
+from rayloader.errors import RayloaderError
+from rayloader.loader import DataLoader
+from rayloader.replay.rebuild import Rebuilding, Rebuilt, rebuilt_in_fork
+from rayloader.resume.state import State
+
+if TYPE_CHECKING:
+    from rayloader.replay.provenance import Log
+
+Sources = Annotated[
+    list[Path],
+    typer.Argument(
+        help="states, of which the nearest one before the step counts; a provenance log", show_default=False
+    ),
+]
+LoaderName = Annotated[
+    str,
+    typer.Option(
+        "--loader", help="module:name of the run's loader, or of a function that returns it", show_default=False
+    ),
+]
+Step = Annotated[int | None, typer.Option(help="number of the batch in its epoch, from 0", min=0, show_default=False)]
+Epoch = Annotated[int | None, typer.Option(help="of the run, from 0; may be left out if there is only one", min=0)]
+Rank = Annotated[int | None, typer.Option(help="passed to the function as rank=", min=0)]
+World = Annotated[int | None, typer.Option(help="passed to the function as num_replicas=", min=1)]
+Html = Annotated[Path | None, typer.Option(help="write a picture of the batch to this file")]
+Decode = Annotated[str, typer.Option(help="module:name of a function that makes text of a sequence of numbers")]
+Save = Annotated[Path | None, typer.Option(help="write the batch to this file, with torch.save")]
+Verify = Annotated[
+    float | None,
+    typer.Option(help="build this share of the epoch's batches, and compare them with the log", min=0.0, max=1.0),
+]
+
+
+def replay(
+    source: Sources,
+    loader: LoaderName,
+    step: Step = None,
+    epoch: Epoch = None,
+    rank: Rank = None,
+    world: World = None,
+    key: Key = "",
+    html: Html = None,
+    decode: Decode = "",
+    save: Save = None,
+    verify: Verify = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build one batch of a run again, alone: bit for bit the one that the run delivered."""
+    try:
+        if (step is None) == (verify is None):
+            raise SourceError("say which batch to build, by --step, or which share to compare, by --verify")
+        states, log = _read(source, key)
+        chosen = _epoch(states, log) if epoch is None else epoch
+        if log is not None and chosen in log.epochs:
+            states += log.states_of(chosen)
+        made = _made(loader, rank, world)
+        if step is None:
+            _verify(made, states, chosen, log, verify or 0.0, as_json)
+            return
+        rebuilt, before = _rebuilt(made, states, chosen, step, log)
+        found = _told(rebuilt, chosen, step, before)
+        if save is not None:
+            torch.save(rebuilt.batch, save)
+        if html is not None:
+            details = {name: value for name, value in found.items() if name not in ("indices", "parts")}
+            text = rates.named(decode) if decode else None
+            picture.write_html(html, rebuilt.batch, rebuilt.indices, f"Step {step:,} of epoch {chosen}", details, text)
+    except (SourceError, RayloaderError, rates.RateError, LookupError) as error:
+        fail(error)
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _read(paths: list[Path], key: str) -> tuple[list[Any], Log | None]:
+    """The states in these files, and the log, if there is one."""
+    states: list[Any] = []
+    log: Any = None
+    for path in paths:
+        found = sources.load(path, key)
+        if isinstance(found, (dict, list)):
+            states += [found] if isinstance(found, dict) else found
+        elif log is not None:
+            raise SourceError(f"one log at most, got {log.path} and {path}")
+        else:
+            log = found
+    return states, log
+
+
+def _epoch(states: list[Any], log: Log | None) -> int:
+    """The only epoch that the sources are of."""
+    epochs = {State.load(state).epoch for state in states} or {*(log.epochs if log is not None else ())}
+    if len(epochs) != 1:
+        raise SourceError(f"say which epoch by --epoch: the sources are of epochs {sorted(epochs)}")
+    return epochs.pop()
+
+
+def _made(name: str, rank: int | None, world: int | None) -> Any:
+    """The loader of this name, or the one that a function of this name returns."""
+    made = rates.named(name)
+    told = {key: value for key, value in (("rank", rank), ("num_replicas", world)) if value is not None}
+    if not isinstance(made, DataLoader) and callable(made):
+        try:
+            inspect.signature(made).bind(**told)
+        except TypeError as error:
+            raise SourceError(
+                f"{name} must be a function that takes {' and '.join(told) or 'no arguments'}, as --rank and --world "
+                f"say: {error}"
+            ) from None
+        made = made(**told)
+    elif told:
+        raise SourceError(f"--rank and --world are for a function with the arguments rank and num_replicas, not {name}")
+    if not isinstance(made, DataLoader):
+        raise SourceError(f"{name} must be or return a rayloader.DataLoader, got {type(made).__name__}")
+    return made
+
+
+def _rebuilt(loader: Any, states: list[Any], epoch: int, step: int, log: Log | None) -> tuple[Rebuilt, int]:
+    """The batch, and how many were built before it."""
+    rebuilding = Rebuilding(loader, states, epoch, step, log)
+    before = rebuilding.before
+    if not before:
+        return rebuilding.run(), 0
+    err.print(f"{before:,} batches are built before step {step:,}.")
+    with Progress(console=err, transient=True) as progress:
+        task = progress.add_task("building", total=before)
+        return rebuilding.run(lambda built: progress.update(task, completed=built)), before
+
+
+def _told(rebuilt: Rebuilt, epoch: int, step: int, before: int) -> dict[str, Any]:
+    """What is told of the batch, in types that JSON knows."""
+    indices = rebuilt.indices.tolist() if isinstance(rebuilt.indices, torch.Tensor) else rebuilt.indices
+    plain = isinstance(indices, (list, tuple)) and all(isinstance(one, int) for one in indices)
+    return {
+        "epoch": epoch,
+        "step": step,
+        "worker": rebuilt.worker_id,
+        "digest": f"{rebuilt.digest:08x}",
+        "compared with the log": rebuilt.is_compared,
+        "built before it": before,
+        "indices": None if indices is None else [*indices] if plain else repr(indices),
+        "parts": picture.parts_in(rebuilt.batch),
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    where = "in the program" if found["worker"] is None else f"of worker {found['worker']}"
+    proof = "the log's" if found["compared with the log"] else "not compared with a log"
+    out.print(f"Step {found['step']:,} of epoch {found['epoch']}, {where}, digest {found['digest']} ({proof})")
+    if found["indices"] is not None:
+        out.print("indices:", escape(str(found["indices"])))
+    table = Table("part", "kind", "min", "max", "mean", "std", "NaN", "inf")
+    for part in found["parts"]:
+        numbers = [part.get(name) for name in ("least", "most", "mean", "deviation")]
+        cells = ["" if one is None else picture.number(one) for one in numbers]
+        cells += ["" if (one := part.get(name)) is None else f"{one:,}" for name in ("nans", "infinite")]
+        table.add_row(escape(part["part"]), escape(part["kind"]), *cells)
+    out.print(table)
+
+
+def _verify(loader: Any, states: list[Any], epoch: int, log: Log | None, share: float, as_json: bool) -> None:
+    """Builds a random share of an epoch's batches again; each of them, and those before it, must be the log's."""
+    if log is None:
+        raise SourceError("--verify compares with a provenance log, and none is given")
+    rows = log.steps_of(epoch)
+    pairs = zip(rows["step"].to_pylist(), rows["worker"].to_pylist(), strict=True)
+    steps = [step for step, worker in pairs if worker >= 0]
+    chosen = sorted(random.sample(steps, min(len(steps), max(1, round(share * len(steps))))))
+    with Progress(console=err, transient=True) as progress:
+        for step in progress.track(chosen, description="comparing"):
+            rebuilt_in_fork(loader, states, epoch, step, log)
+    if as_json:
+        print_json({"epoch": epoch, "compared": chosen, "same": True})
+    else:
+        out.print(f"{len(chosen):,} of {len(steps):,} batches of epoch {epoch} were built again: all are the log's.")

@@ -1,0 +1,142 @@
+"""What a file given to a command holds: a state, the states of all ranks, or a provenance log.
+
+A state may lie anywhere inside of a checkpoint. Nothing in a file is run: `torch.load` reads tensors and plain types
+only, and the tensors of a large checkpoint stay on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rayloader.errors import StateError
+from rayloader.resume.state import FORMAT, State
+
+if TYPE_CHECKING:
+    from rayloader.replay.provenance import Log
+
+_ARROW = b"\xff\xff\xff\xff"  # how each message of an Arrow stream begins
+_SHOWN = 20  # keys that an error lists
+
+
+class SourceError(Exception):
+    """A file is not what a command needs; the text says why."""
+
+
+def load(path: str | Path, key: str = "") -> dict[str, Any] | list[dict[str, Any]] | Log:
+    """What the file holds: a state, a list with the state of each rank, or a log.
+
+    Args:
+        path: of a JSON file, of one that `torch.save` has written, or of a provenance log.
+        key: which one, if it holds several: where in a checkpoint the state lies, as names and numbers with dots in
+            between; or the loader's name in a log.
+
+    Raises:
+        SourceError: there is no such file, or no state in it, or several.
+        RayloaderError: it is no provenance log, though it begins like one, or is damaged.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_ARROW))
+    except IsADirectoryError:
+        raise SourceError(
+            f"{path} is a folder; name a file in it (Accelerate saves a loader's state as dl_state_dict.bin)"
+        ) from None
+    except OSError as error:
+        raise SourceError(f"{path} can't be read: {error.strerror}") from None
+    if begin == _ARROW:
+        return _log(path, key)
+    chosen: dict[str, Any] | list[dict[str, Any]] = _chosen(dict(_states(_content(path))), path, key)
+    return chosen
+
+
+def _log(path: Path, key: str) -> Log:
+    try:
+        from rayloader.replay.provenance import read
+    except ModuleNotFoundError as error:
+        if error.name != "pyarrow":
+            raise
+        raise SourceError("a provenance log is read by pyarrow; run: pip install 'rayloader[arrow]'") from None
+    log = read(path)
+    if key and key not in log.loaders:
+        raise SourceError(f"{path} is of no loader {key}; choose one by --key: {', '.join(log.loaders)}")
+    return log.of_loader(key) if key else log
+
+
+def _content(path: Path) -> Any:
+    """The object in a file of JSON, or of `torch.save`."""
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip:
+        try:
+            return json.loads(path.read_bytes())
+        except ValueError:  # no JSON, or no text
+            pass
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        if is_zip and (names := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+            raise SourceError(
+                f"{path} holds objects of classes that only a trusted file may load: {', '.join(sorted(names))}. If "
+                "you trust it, load it with torch.load(..., weights_only=False), and save the loader's state alone"
+            ) from None
+        raise _unknown(path) from error
+    except Exception as error:  # whatever a file of another kind makes torch's reader raise
+        raise _unknown(path) from error
+
+
+def _unknown(path: Path) -> SourceError:
+    return SourceError(f"{path} is neither JSON, nor a file of torch.save, nor a provenance log")
+
+
+def _states(content: Any) -> Iterator[tuple[str, Any]]:
+    """All states in a checkpoint, and the lists of those of all ranks, with their keys."""
+    waiting, seen = [("", content)], set()
+    while waiting:
+        key, obj = waiting.pop()
+        if id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        if _is_state(obj):
+            yield key, obj
+        elif _are_ranks(obj):
+            yield key, [*obj]
+        elif isinstance(obj, (dict, list, tuple)):
+            items = obj.items() if isinstance(obj, dict) else enumerate(obj)
+            inner = [(f"{key}.{name}" if key else f"{name}", value) for name, value in items]
+            waiting += inner[::-1]  # so that they are found in their order
+
+
+def _is_state(obj: Any) -> bool:
+    return isinstance(obj, dict) and obj.get("format") == FORMAT
+
+
+def _are_ranks(obj: Any) -> bool:
+    """Whether these are the states of the ranks of one loader, rather than of several loaders."""
+    if not isinstance(obj, (list, tuple)) or len(obj) < 2 or not all(map(_is_state, obj)):
+        return False
+    try:
+        ranks = [State.load(one).fits[-2:] for one in obj]
+    except StateError:  # each of them is shown, or refused, by itself
+        return False
+    return set(ranks) == {(len(obj), rank) for rank in range(len(obj))}
+
+
+def _chosen(found: dict[str, Any], path: Path, key: str) -> Any:
+    """The state that a key names, or the only one."""
+    within = {name: state for name, state in found.items() if name == key or name.startswith(f"{key}.")}
+    if not key or "" in found:  # a file that is a state itself needs no key
+        within = found
+    if len(within) == 1:
+        return next(iter(within.values()))
+    if not found:
+        raise SourceError(f"{path} holds no state of a rayloader.DataLoader")
+    keys = ", ".join([*found][:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    what = f"{len(within)} states" if within else f"no state at {key}"
+    raise SourceError(f"{path} holds {what}; choose one by --key: {keys}")

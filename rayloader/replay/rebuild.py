@@ -1,0 +1,407 @@
+"""Builds one batch of a run again, alone.
+
+Promise: it is bit for bit the batch that the run delivered, as far as a state can restore its workers; where a
+provenance log has the digests of the run's batches, each batch that is built on the way is compared with its own. What
+cannot be built again is an error. Ray is not used where workers can be forks.
+
+NOTE [Alone]. The loader is resumed from a state, as for the rest of a run, but skips all steps except for those on
+which the batch depends: with `seeding="batch"` none but itself, otherwise those that its worker has built since the
+state. The other workers begin, and do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cloudpickle
+import torch
+
+from rayloader.epoch.local import LocalIterator
+from rayloader.errors import RayloaderError, ReplayError, StateError
+from rayloader.random.random_state import RandomState
+from rayloader.random.search import in_words
+from rayloader.resume import checkpoint
+from rayloader.resume.digest import digest_of
+from rayloader.resume.skips import AllBut, SkipSteps
+from rayloader.resume.snapshot import has_state
+from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream, tasks_in
+from rayloader.task import Task
+from rayloader.transport import codec, raw
+
+if TYPE_CHECKING:
+    from rayloader.replay.provenance import Log
+
+
+_NONE = Task(-1, None, digest=0)
+
+
+class Rebuilt(NamedTuple):
+    """A batch that was built again.
+
+    Attributes:
+        batch: as the loader delivers it, in main memory.
+        indices: of its samples, as the sampler gave them; None for an iterable dataset.
+        worker_id: of the worker that builds it; None without workers.
+        digest: of the batch.
+        is_compared: whether the digest of the run's batch is known; then it is the same.
+    """
+
+    batch: Any
+    indices: Any
+    worker_id: int | None
+    digest: int
+    is_compared: bool
+
+
+class _Plan(NamedTuple):
+    """How a batch is built again.
+
+    Attributes:
+        state: to resume from.
+        skips: which steps are left out.
+        last: the number that the batch's step has for the loader that resumes.
+        before: how many batches are built before it.
+        digests: of the run's batches, by the numbers that their steps have here.
+        worker_id: of the worker whose batch it is.
+    """
+
+    state: State
+    skips: SkipSteps
+    last: int
+    before: int
+    digests: Mapping[int, int]
+    worker_id: int | None = None
+
+
+class Rebuilding:
+    """A batch that is to be built again, in this process: samplers and generators of the program are moved.
+
+    Args:
+        loader: created like the run's; it serves for this alone from now on.
+        states: results of `state_dict()`. The one is taken from which the fewest steps lead to the batch.
+        epoch: of the run, from 0.
+        step: of the epoch, from 0.
+        log: of the run, if there is one.
+
+    Attributes:
+        before: how many batches are built before it.
+
+    Raises:
+        StateError: no state is of that epoch, or none fits, or the batch can't be built from it.
+    """
+
+    def __init__(self, loader: Any, states: Iterable[Any], epoch: int, step: int, log: Log | None = None) -> None:
+        self._loader, self._step = loader, step
+        self._of_program = not loader.num_workers and loader.seeding != "batch"
+        packed = _nearest(loader, states, epoch, step)
+        self._plan = _planned(loader, checkpoint.load(loader, packed), step, log)
+        self.before = self._plan.before
+        _alone(loader)
+
+    def run(self, progress: Callable[[int], object] = int) -> Rebuilt:
+        """Builds it.
+
+        Args:
+            progress: called after each batch with the number of those that are built.
+
+        Raises:
+            ReplayError: another batch came than in the run.
+            StateError: no batch of this number came.
+            Exception: raised by the dataset, as in the run.
+        """
+        plan, loader = self._plan, self._loader
+        iterator: Any
+        if loader.num_workers:
+            from rayloader.epoch.iterator import EpochIterator
+
+            iterator = EpochIterator(loader, _stream_workers(loader, plan.state), plan.state, plan.skips)
+        else:
+            iterator = LocalIterator(loader, plan.state, plan.skips)
+        before = RandomState.capture([])
+        try:
+            built = 0
+            while True:
+                task, batch, error = _next(iterator)
+                number = iterator.position.step_of(task.task_id) if task is not _NONE else sys.maxsize
+                own = digest_of(batch, error) if task.digest is None else task.digest
+                known = plan.digests.get(number)
+                if known not in (None, own):
+                    raise ReplayError(_differs(plan, number, self._step))
+                if number >= plan.last:
+                    break
+                built += 1
+                progress(built)
+        finally:
+            with contextlib.suppress(AttributeError):  # it has no workers
+                iterator._shutdown_workers()
+        if number > plan.last:
+            raise _never_came(self._step)
+        if error is not None:
+            raise error
+        if self._of_program and plan.before and known is None and not RandomState.capture([]).equals(before):
+            raise StateError(
+                f"without workers, samples draw from the program's own random generators, and the program may have "
+                f"used them too in the {plan.before} steps from the state to step {self._step}; pass a provenance log, "
+                "whose digests tell, or a state that was saved right before the step. Or use seeding='batch'"
+            )
+        indices = None if loader._dataset_kind else task.indices.indices
+        return Rebuilt(batch, indices, plan.worker_id, own, known is not None)
+
+
+def known_of(
+    loader: Any, epoch: int, state: Any = None, log: str | os.PathLike[str] | None = None
+) -> tuple[list[Any], Log | None]:
+    """The states and the log from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
+
+    Raises:
+        StateError: the log has no state of this epoch, and no other is given.
+    """
+    states = [] if state is None else [state] if isinstance(state, dict) else [*state]
+    found = None
+    if log is not None or loader.provenance is not None:
+        from rayloader.replay.provenance import log_of  # needs pyarrow
+
+        found = log_of(loader, log)
+        try:
+            states += found.states_of(epoch)
+        except LookupError as error:
+            if not states:
+                raise StateError(str(error)) from None
+    return states or [loader.state_dict()], found
+
+
+def rebuilt_in_fork(loader: Any, states: Iterable[Any], epoch: int, step: int, log: Log | None = None) -> Rebuilt:
+    """The same in a fork of this process, in which nothing changes.
+
+    Raises:
+        RayloaderError: the fork has died.
+        Exception: as `Rebuilding` does.
+    """
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_send, args=(sending, loader, states, epoch, step, log), name="rayloader-replay", daemon=True
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            process.start()
+        sending.close()
+        try:
+            error, content, buffers = pickle.loads(receiving.recv_bytes())
+        except EOFError:
+            process.join()
+            raise RayloaderError(
+                f"the process that was to build step {step} of epoch {epoch} again has died, with exit code "
+                f"{process.exitcode}; if it was killed for its memory, build the batch in another program, by "
+                "`rayloader replay`"
+            ) from None
+        if error is not None:
+            raise pickle.loads(error)
+        batch, *others = codec.decode(content, raw.writable_copies(buffers), ())
+        return Rebuilt(batch, *others)
+    finally:
+        receiving.close()
+        sending.close()
+        if process.pid is not None:
+            process.kill()
+            process.join()
+
+
+def _send(connection: Any, *arguments: Any) -> None:
+    """In the fork: builds the batch, and sends it."""
+    torch.set_num_threads(1)  # the threads of the program are not here
+    try:
+        encoded = codec.encode(tuple(Rebuilding(*arguments).run()), known_classes=True)
+        message: Any = None, encoded.skeleton, [bytes(buffer) for buffer in encoded.buffers]
+    except Exception as error:
+        try:
+            message = cloudpickle.dumps(error), b"", []
+            pickle.loads(message[0])
+        except Exception:  # the user's own exception, which may not be picklable
+            message = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")), b"", []
+    connection.send_bytes(pickle.dumps(message))
+
+
+# ---- what must be built
+
+
+def _nearest(loader: Any, states: Iterable[Any], epoch: int, step: int) -> dict[str, Any]:
+    """The state from which the fewest steps lead to this one."""
+    found: list[tuple[int, int, Any]] = []
+    epochs, rank = set[int](), checkpoint.rank_of(loader)
+    for number, packed in enumerate(states):
+        state = State.load(packed)
+        epochs.add(state.epoch)
+        if state.epoch == epoch and (rank is None or state.fits.rank == rank):
+            at = state.step
+            found.append((step - at if step >= at else step + at, number, packed))
+    if not found:
+        raise StateError(
+            f"to build step {step} of epoch {epoch}, a state of that epoch{_of_rank(rank)} is needed, or a provenance "
+            f"log; got states of epochs {sorted(epochs)}. Epochs count from 0, resumed ones too; a state that was "
+            "saved between two epochs is of the next one"
+        )
+    return min(found)[2]  # type: ignore[no-any-return]
+
+
+def _of_rank(rank: int | None) -> str:
+    return "" if rank is None else f" and of rank {rank}"
+
+
+def _planned(loader: Any, state: State, step: int, log: Log | None) -> _Plan:
+    """What must be built for a step."""
+    is_iterable, place = bool(loader._dataset_kind), state.position
+    depends = _why_it_depends(loader, state)
+    if place is not None and not place.finished and (step < state.step or step in place.ahead):
+        state = _from_start(loader, state, place, step, is_free=not depends)
+    place, start = state.position, state.step
+    known, worker_id = {}, None
+    if log is not None:
+        with contextlib.suppress(LookupError):
+            worker_id = log.row(state.epoch, step)["worker"]
+            known = log.of_worker(state.epoch, worker_id)
+    if (state.epoch, step) in state.skip_steps or (log is not None and worker_id in (None, -1)):
+        raise _never_came(step)
+    digests = {one: value for one, value in known.items() if start <= one <= step}
+    count = checkpoint.goes_on(loader, state, _stream_workers(loader, state))[1]
+    if not depends:
+        if count:
+            state = _with_workers(state, lambda _: checkpoint.fresh_worker(state.position))
+        alone = AllBut({step}, step + 1, step % max(1, count))
+        return _Plan(state, alone, step, 0, digests, step % count if count else None)
+    if not count:
+        of_run = SkipSteps(known=state.skip_steps)
+        of_run.end = step + 1
+        return _Plan(state, of_run, step, step - start, digests)
+    if worker_id is None and count > 1 and (is_iterable or not loader.in_order or loader.scheduling == "dynamic"):
+        if not loader.in_order or not is_iterable:
+            raise StateError(
+                f"step {step} depends on the batches that its worker has built before it ({depends}), and where "
+                "workers take what comes (in_order=False, scheduling='dynamic') no state says which these are; pass a "
+                "provenance log"
+            )
+        # Whose turn it is depends on which streams have ended before, so all are read.
+        return _Plan(state, SkipSteps(), step, step - start, digests)
+    if worker_id is None:
+        worker_id = step % count
+        mine = [one for one in range(start, step + 1) if one % count == worker_id]
+        mine = [one for one in mine if is_iterable or (state.epoch, one) not in state.skip_steps]
+    else:
+        mine = [*digests]
+    state = _with_workers(state, lambda number: None if number == worker_id else SavedWorker())
+    again = 0 if place is None else len(tasks_in(place.workers[worker_id].replay))
+    before = len(mine) - 1 + again
+    if not is_iterable:
+        return _Plan(state, AllBut({*mine}, step + 1, worker_id), step, before, digests, worker_id)
+    # A worker that works alone builds batches of consecutive numbers.
+    last, tasks = start + len(mine) - 1, 0 if place is None or place.finished else place.next_task
+    numbers = {start + count: digests[one] for count, one in enumerate(mine) if one in digests}
+    skips = AllBut(range(sys.maxsize), tasks + len(mine), worker_id)
+    return _Plan(state, skips, last, before, numbers, worker_id)
+
+
+def _stream_workers(loader: Any, state: State) -> int:
+    """How many workers the run had; this loader may have another number of processes for them."""
+    return state.num_workers or int(loader._stream_workers)
+
+
+def _from_start(loader: Any, state: State, place: SavedPlace, step: int, *, is_free: bool) -> State:
+    """The state at the start of its epoch, in which the step was taken already."""
+    why = ""
+    if place.begin.epoch and not is_free:
+        why = "persistent workers begin an epoch where they have ended the one before"
+    elif not loader.num_workers and not is_free:
+        why = "without workers, samples draw from the program's own random generators, which have moved on"
+    if why:
+        raise StateError(
+            f"step {step} can't be built from this state, which was saved after step {state.step - 1}: {why}; "
+            "pass a state that was saved before the step, or a provenance log"
+        )
+    begin = place._replace(
+        stream=None if place.stream is None else Stream(),
+        workers=(SavedWorker(),) * len(place.workers),
+        ahead=(),
+        next_task=0,
+        next_worker=0,
+        delivered=0,
+        checksum=0,
+        skipped=0,
+        draws=1,  # the first draw must be made where the generators are as they were
+        drawn=0,
+        drawn_checksum=0,
+    )
+    return state._replace(position=begin)
+
+
+def _with_workers(state: State, other: Callable[[int], SavedWorker | None]) -> State:
+    """The state with other workers; None: the worker stays as it is."""
+    if (place := state.position) is None:
+        return state
+    workers = tuple(other(number) or worker for number, worker in enumerate(place.workers))
+    return state._replace(position=place._replace(workers=workers))
+
+
+def _why_it_depends(loader: Any, state: State) -> str:
+    """Why a batch may depend on earlier ones of its worker; an empty text if it does not."""
+    if loader.seeding != "batch":
+        return "a worker's random stream goes on from batch to batch"
+    if loader._dataset_kind:
+        return "a stream goes on from batch to batch"
+    if has_state(loader.dataset):
+        return "the dataset has a state"
+    paths = [found.paths[0] for found in checkpoint.held_in(loader)]
+    own = [path for path in paths if path[0][0] == "object"]
+    if not own and state.position is not None and any(worker.start.state for worker in state.position.workers):
+        # A snapshot says whether samples draw from the generators of modules.
+        return "a random generator of the program goes on from batch to batch" if state.position.remembers else ""
+    return f"{in_words((own or paths)[0])} goes on from batch to batch" if paths else ""
+
+
+def _alone(loader: Any) -> None:
+    """Sets what does not matter to a batch as it serves one that is built alone."""
+    loader.in_order, loader.scheduling, loader.prefetch_factor = True, "static", 2 if loader.num_workers else None
+    loader.timeout, loader.on_timeout, loader.max_skipped = 0, "raise", sys.maxsize
+    loader.device, loader.prefetch_to_device, loader.pin_memory, loader.provenance = None, None, False, None
+    if sys.platform == "linux":
+        loader.workers, loader.ray_remote_args, loader.arenas, loader.multiprocessing_context = "fork", None, True, None
+
+
+# ---- what has come
+
+
+def _next(iterator: Any) -> tuple[Task, Any, Exception | None]:
+    """The next task, with its batch or the exception that it raised; `_NONE` after the last one."""
+    raised, batch = None, None
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        return _NONE, None, None
+    except RayloaderError:
+        raise
+    except Exception as error:  # of the dataset, in this batch: the run went on after it too
+        raised = error
+    return iterator.last_task, batch, raised
+
+
+def _never_came(step: int) -> StateError:
+    return StateError(
+        f"step {step} was never delivered: the epoch has fewer steps, or the step was in skip_steps, or all its "
+        "samples were skipped"
+    )
+
+
+def _differs(plan: _Plan, number: int, step: int) -> str:
+    where = "the batch" if number == plan.last else f"batch {number}, which its worker builds before it,"
+    return (
+        f"step {step} can't be built again: {where} differs from what the run delivered. Dataset, files, transforms, "
+        "collate_fn, libraries and machine must be those of the run; compare the run's log with that of a new one by "
+        "`rayloader diff`, which names what has changed"
+    )

@@ -1,0 +1,138 @@
+"""What a file given to a command holds: found anywhere in it, or an error that says what to do."""
+
+import json
+import pickle
+import sys
+
+import pytest
+import torch
+
+from rayloader.cli import sources
+from rayloader.cli.sources import SourceError, load
+from rayloader.resume.state import VERSION, State
+from states import of_ranks, saved
+
+
+class Unknown:
+    """Something that only a trusted file may load."""
+
+
+def is_same(packed, state):
+    return State.load(packed).mark == state.mark
+
+
+def test_a_state_in_a_file_of_json_is_found(tmp_path):
+    state = saved()
+    (tmp_path / "state.json").write_text(json.dumps(state.pack()))
+    assert is_same(load(tmp_path / "state.json"), state)
+    assert is_same(load(tmp_path / "state.json", "loops.fit"), state), "a file that is a state needs no key"
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_state_in_a_file_of_torch_is_found(tmp_path, is_new):
+    state = saved()
+    path = tmp_path / "checkpoint.pt"
+    content = {"model": {"weight": torch.ones(3)}, "loader": state.pack()}
+    torch.save(content, path, _use_new_zipfile_serialization=is_new)
+    assert is_same(load(str(path)), state)
+
+
+def test_a_state_deep_in_a_checkpoint_is_found(tmp_path):
+    """As Lightning and Accelerate save them."""
+    state = saved()
+    path = tmp_path / "lightning.ckpt"
+    loops = {"fit_loop": {"state_dict": {"combined_loader": [state.pack()]}}}
+    torch.save({"epoch": 1, "loops": loops, "callbacks": {1: ()}}, path)
+    assert is_same(load(path), state)
+    torch.save({**state.pack(), "_iterator_finished": False}, tmp_path / "dl_state_dict.bin")
+    assert is_same(load(tmp_path / "dl_state_dict.bin"), state)
+
+
+def test_one_of_several_states_is_chosen_by_its_key(tmp_path):
+    path = tmp_path / "two.pt"
+    one, other = saved(1), saved(2)
+    torch.save({"loaders": {"train": one.pack(), "val.easy": other.pack()}}, path)
+    with pytest.raises(SourceError, match=r"holds 2 states; choose one by --key: loaders.train, loaders.val.easy$"):
+        load(path)
+    assert is_same(load(path, "loaders.train"), one)
+    assert is_same(load(path, "loaders.val"), other)
+    with pytest.raises(SourceError, match=r"holds 2 states; choose one by --key"):
+        load(path, "loaders")
+    with pytest.raises(SourceError, match=r"holds no state at loader; choose one by --key: loaders.train, loaders.val"):
+        load(path, "loader")
+
+
+def test_an_error_names_some_of_many_keys(tmp_path):
+    path = tmp_path / "many.pt"
+    torch.save([saved().pack()] * 2 + [saved().pack() for _ in range(30)], path)
+    with pytest.raises(SourceError, match=r"--key: 0, 2, .*, 20 and 11 more$"):
+        load(path)
+
+
+def test_the_states_of_all_ranks_are_one_thing(tmp_path):
+    path = tmp_path / "ranks.pt"
+    states = of_ranks(3)
+    torch.save({"loader": tuple(state.pack() for state in states[::-1])}, path)
+    found = load(path)
+    assert [State.load(one).fits.rank for one in found] == [2, 1, 0]
+    torch.save([state.pack() for state in states[:2]], path)
+    with pytest.raises(SourceError, match=r"holds 2 states; choose one by --key: 0, 1$"):
+        load(path)
+
+
+def test_states_of_another_version_are_left_to_who_reads_them(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"loader": {**saved().pack(), "version": VERSION - 1}}))
+    assert load(path)["version"] == VERSION - 1
+
+
+def test_a_checkpoint_that_holds_itself_is_searched_once(tmp_path):
+    path = tmp_path / "cycle.pt"
+    content = {"loader": saved().pack()}
+    content["all"] = [content]
+    torch.save(content, path)
+    assert load(path)["format"] == "rayloader"
+
+
+def test_nothing_in_a_file_is_run(tmp_path):
+    path = tmp_path / "unsafe.pt"
+    torch.save({"loader": saved().pack(), "arguments": Unknown()}, path)
+    with pytest.raises(SourceError, match=r"classes that only a trusted file may load: \w+\.Unknown\. If you trust"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is neither JSON, nor a file of torch.save, nor a provenance log"),
+        (b"not this", "is neither JSON"),
+        (b"\x00\x01\x02", "is neither JSON"),
+        (pickle.dumps({"a": 1}), "is neither JSON"),
+        (pickle.dumps(saved().pack())[:100], "is neither JSON"),
+        (b"PK\x03\x04 and more", "is neither JSON"),
+        (b"[]", "holds no state of a rayloader.DataLoader"),
+        (b'{"format": "other"}', "holds no state of a rayloader.DataLoader"),
+        (b"3", "holds no state of a rayloader.DataLoader"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(SourceError, match=message):
+        load(path)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(SourceError, match="can't be read: No such file"):
+        load(tmp_path / "nothing")
+    with pytest.raises(SourceError, match=r"is a folder; name a file in it .*dl_state_dict\.bin"):
+        load(tmp_path)
+
+
+def test_a_log_needs_pyarrow(tmp_path, monkeypatch):
+    path = tmp_path / "run.arrows"
+    path.write_bytes(sources._ARROW)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "rayloader.replay.provenance", raising=False)
+    with pytest.raises(SourceError, match=r"read by pyarrow; run: pip install 'rayloader\[arrow\]'"):
+        load(path)
