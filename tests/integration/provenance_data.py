@@ -41,4 +41,5 @@ class Numbers(IterableDataset):
 
     def __iter__(self):
         worker = get_worker_info()
-        return iter(range(100 * worker.id, 100 * worker.id + 8 - 4 * worker.id))
+        number = 0 if worker is None else worker.id
+        return iter(range(100 * number, 100 * number + 8 - 4 * number))

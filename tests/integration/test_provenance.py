@@ -70,7 +70,7 @@ def test_the_state_of_each_epoch_gives_its_batches_again(tmp_path, workers):
         log = read(path)
         for epoch, expected in enumerate(batches):
             again = make(None, workers=workers, **options)
-            again.load_state_dict(log.state_of(epoch))
+            again.load_state_dict(log.states_of(epoch)[0])
             found = list(again)
             assert all(map(equal, found, expected))
             assert len(found) == len(expected)
@@ -113,7 +113,7 @@ def test_persistent_workers_and_a_break(tmp_path):
     assert [len(one) for one in rows(log, "step")] == [3, 8]
     assert [indices for (indices,) in rows(log, "indices")[0]][:2] == indices_of(first)
     again = make(None, persistent_workers=True, workers="fork")
-    again.load_state_dict(log.state_of(1))
+    again.load_state_dict(log.states_of(1)[0])
     assert all(map(equal, list(again), second))
 
 
@@ -136,7 +136,7 @@ def test_the_iteration_of_a_resumed_epoch_has_the_rest(tmp_path):
     ]
     assert [indices for one in rows(log, "indices")[:2] for (indices,) in one] == indices_of([*first, *rest])
     resumed = make(None, workers="fork")
-    resumed.load_state_dict(log.state_of(0, step=4))
+    resumed.load_state_dict(log.states_of(0)[1])
     assert all(map(equal, list(resumed), rest))
 
 
@@ -193,8 +193,9 @@ def test_an_exception_is_a_row(tmp_path):
     assert found[0][1] == found[1][1]
 
 
-def test_a_stream(tmp_path):
-    loader = make(tmp_path / "log", Numbers(), shuffle=None, skip_steps=[1])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream(tmp_path, num_workers):
+    loader = make(tmp_path / "log", Numbers(), shuffle=None, skip_steps=[1], num_workers=num_workers)
     batches = list(loader)
     (found,) = rows(read(tmp_path / "log"), "step", "worker", "outcome", "indices")
     assert [OUTCOMES[outcome] for _, _, outcome, _ in found].count("skipped") == 1

@@ -133,7 +133,7 @@ def test_the_state_of_each_epoch_gives_its_batches_again(tmp_path):
     log = read(path)
     for epoch, batches in enumerate(epochs):
         again = make()
-        again.load_state_dict(log.state_of(epoch))
+        again.load_state_dict(log.states_of(epoch)[0])
         assert torch.stack(list(again)).tolist() == batches
         assert again._position.epoch_of_run == epoch
 
@@ -216,7 +216,7 @@ def test_a_stream_has_no_indices(tmp_path, batch_size):
 
 def test_a_state_that_json_has_not_is_in_it(tmp_path):
     list(DataLoader(WithState(), None, provenance=tmp_path / "log"))
-    state = read(tmp_path / "log").state_of(0)
+    state = read(tmp_path / "log").states_of(0)[0]
     loader = DataLoader(WithState(), None)
     loader.load_state_dict(state)
     assert loader.dataset.loaded == {"position": torch.tensor(3), 1: "one"}
@@ -234,7 +234,7 @@ def test_why_there_is_no_state_is_said(tmp_path):
     log = read(tmp_path / "log")
     assert "gone" in log.iterations[0].error
     with pytest.raises(LookupError, match=r"(?s)no state of epoch 0.*gone"):
-        log.state_of(0)
+        log.states_of(0)
 
 
 # ---- the reader
@@ -255,22 +255,22 @@ def test_the_last_row_of_a_step_counts(tmp_path):
     assert [one.rows["step"].to_pylist() for one in log.iterations] == [[0, 1, 2], [2, 3, 4, 5]]
     assert log.epochs == [0]
     assert log.row(0, 2) == log.iterations[1].rows.to_pylist()[0] != log.iterations[0].rows.to_pylist()[2]
-    assert log.state_of(0) == log.iterations[0].state == log.state_of(0, step=1)
-    assert log.state_of(0, step=2) == log.iterations[1].state
+    assert log.steps_of(0)["step"].to_pylist() == [*range(6)]
+    assert log.states_of(0) == [one.state for one in log.iterations]
 
 
 def test_what_a_worker_has_built(tmp_path):
     written(tmp_path / "log")
     log = read(tmp_path / "log")
-    assert log.of_worker(0, 1, before_step=5) == [(1, 101), (3, 103)]
-    assert log.of_worker(0, 0, before_step=2) == [(0, 100)]
+    assert log.of_worker(0, 1) == {1: 101, 3: 103}
+    assert log.of_worker(0, 0) == {0: 100, 2: 102, 4: 104}
 
 
 def test_what_is_not_there_is_an_error(tmp_path):
     written(tmp_path / "log")
     log = read(tmp_path / "log")
     with pytest.raises(LookupError, match=r"no epoch 7; it has \[0\]"):
-        log.state_of(7)
+        log.states_of(7)
     with pytest.raises(LookupError, match="no step 9 of epoch 0"):
         log.row(0, 9)
 
