@@ -585,6 +585,17 @@ def test_another_process_is_kept_out_until_the_loader_has_ended(tmp_path):
     assert len(read(tmp_path / "log").iterations) == 2
 
 
+def test_where_no_file_can_be_locked_it_is_written_all_the_same(tmp_path, monkeypatch, caplog):
+    def unlocked(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(provenance.fcntl, "flock", unlocked)
+    with caplog.at_level(logging.INFO, "rayloader"):
+        list(DataLoader(Squares(), 2, provenance=tmp_path / "log"))
+    assert "nothing keeps other processes from the provenance log" in caplog.text
+    assert len(columns(read(tmp_path / "log"), "step")) == 6
+
+
 def test_a_forked_child_leaves_it_to_its_parent(tmp_path):
     loader = DataLoader(Squares(), 2, provenance=tmp_path / "log")
     iterator = iter(loader)
