@@ -297,7 +297,7 @@ class Engine:
     def _drop_out(self) -> None:
         """Counts the next batch as handed over although the user does not get it."""
         if self._out is not None:
-            if self._out.data is not fetching.NOTHING:
+            if self._out.outcome == Outcome.BATCH:
                 self._out.outcome = Outcome.ERROR  # the one that takes its place
             self._out.data = None
             self._position.handed = self._out

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import functools
 import io
 import json
 import logging
@@ -41,6 +42,7 @@ import torch
 
 from rayloader.data.fingerprint import parts_of
 from rayloader.errors import RayloaderError
+from rayloader.observe.recorder import Tally
 from rayloader.resume import checkpoint
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
@@ -67,8 +69,6 @@ SCHEMA = pa.schema(
 _KEY = b"rayloader"  # of a message's metadata
 _BEGIN: bytes = SCHEMA.serialize().to_pybytes()
 _CONTINUES = b"\xff\xff\xff\xff"  # begins each message, and its length follows
-# Most columns hardly change from row to row. Threads would be in the way of those who fork.
-_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
 ROWS = 1024  # are written together
 SECONDS = 1.0  # after the last write, what is there is written with the next row
@@ -90,7 +90,7 @@ class LogFile:
     def __init__(self, path: Path, descriptor: int, end: int) -> None:
         self.path = path
         self.lock = threading.RLock()
-        self.queue: list[bytes] = []  # messages to be written, oldest first
+        self.queue: list[Any] = []  # Arrow's buffers:  messages to be written, oldest first
         self._descriptor = descriptor
         self._end = end
         self._writes = False
@@ -112,11 +112,7 @@ class LogFile:
                 self._writes = False
 
     def _write_next(self, nbytes: int) -> None:
-        written = os.pwrite(self._descriptor, self.queue[0], self._end)
-        if written < nbytes:  # a second attempt says why
-            os.pwrite(self._descriptor, self.queue[0][written:], self._end + written)
-            if os.fstat(self._descriptor).st_size < self._end + nbytes:
-                return
+        _write_at(self._descriptor, self.queue[0], self._end)
         self._end += nbytes
         del self.queue[0]  # no interrupt comes in between
 
@@ -211,11 +207,17 @@ def _lock(descriptor: int, path: Path) -> None:
         logger.info("rayloader: nothing keeps other processes from the provenance log %s: no file can be locked", path)
 
 
+def _write_at(descriptor: int, content: Any, place: int) -> None:
+    written = 0
+    while written < len(content):  # a disk that is nearly full takes a part
+        written += os.pwrite(descriptor, content[written:], place + written)
+
+
 def _continued(descriptor: int, path: Path) -> int:
     """Cuts an incomplete last message off; returns where the next one begins."""
     size = os.fstat(descriptor).st_size
     if size < len(_BEGIN) and os.pread(descriptor, size, 0) == _BEGIN[:size]:
-        os.pwrite(descriptor, _BEGIN, 0)
+        _write_at(descriptor, _BEGIN, 0)
         return len(_BEGIN)
     end = _complete(_mapped(path), path)
     os.ftruncate(descriptor, end)
@@ -228,7 +230,7 @@ class Rows:
     def __init__(self, file: LogFile) -> None:
         self._file = file
         self._iteration = ""
-        self._tally: Any = None
+        self._tally: Any = Tally()
         self._written_at = 0.0
         self.forget()
 
@@ -264,7 +266,7 @@ class Rows:
         """Keeps the indices of a step until its row; a step that is skipped has it at once."""
         packed = _packed(indices)
         if skipped:
-            self._rows[step] = step, packed, -1, 0, Outcome.SKIPPED, 0, self._restarts
+            self._rows[step] = step, packed, -1, 0, Outcome.SKIPPED, 0, self._tally.restarts
         elif packed is not None:
             self._indices[step] = packed
 
@@ -274,13 +276,9 @@ class Rows:
             return
         if len(self._rows) >= ROWS or time.monotonic() - self._written_at >= SECONDS:
             self.flush()
-        row = step, self._indices.get(step), worker_id, digest, outcome, skipped, self._restarts
+        row = step, self._indices.get(step), worker_id, digest, outcome, skipped, self._tally.restarts
         self._rows[step], self._newest = row, step  # no interrupt comes in between
         self._indices.pop(step, None)
-
-    @property
-    def _restarts(self) -> int:
-        return 0 if self._tally is None else int(self._tally.restarts)
 
     def flush(self) -> None:
         """Writes the rows."""
@@ -306,7 +304,7 @@ def _packed(indices: Any) -> bytes | None:
     numbers = indices if type(indices) is list else [indices] if type(indices) is int else None
     if numbers is not None:
         try:
-            return struct.pack(f"={len(numbers)}q", *numbers)
+            return _numbers(len(numbers)).pack(*numbers)
         except Exception:  # they may be of any type
             if not any(number is not None for number in numbers):  # a stream's
                 return None
@@ -316,7 +314,12 @@ def _packed(indices: Any) -> bytes | None:
         return None
 
 
-def _message(rows: list[tuple[Any, ...]], told: dict[str, Any], epoch: int = 0) -> bytes:
+@functools.cache
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"={count}q")
+
+
+def _message(rows: list[tuple[Any, ...]], told: dict[str, Any], epoch: int = 0) -> Any:
     """A message with these rows, as `Rows` keeps them, and with metadata."""
     steps, packed, workers, digests, outcomes, skipped, restarts = zip(*rows, strict=True) if rows else [()] * 7
     whole = [None if type(one) is _Other else one for one in packed]
@@ -332,10 +335,9 @@ def _message(rows: list[tuple[Any, ...]], told: dict[str, Any], epoch: int = 0) 
         pa.array(_as_int16(restarts)),
     ]
     sink = pa.BufferOutputStream()
-    writer = pa.ipc.new_stream(sink, SCHEMA, options=_OPTIONS)
+    writer = pa.ipc.new_stream(sink, SCHEMA)
     writer.write_batch(pa.record_batch(columns, schema=SCHEMA), custom_metadata={_KEY: json.dumps(told)})
-    message: bytes = sink.getvalue().to_pybytes()
-    return message[len(_BEGIN) :]
+    return sink.getvalue()[len(_BEGIN) :]
 
 
 def _lists(whole: list[bytes | None]) -> Any:
@@ -559,15 +561,16 @@ def _complete(content: Any, path: Path) -> int:
         length = int.from_bytes(begin[4:], "little")
         if begin[:4] == _CONTINUES and end + 8 + length > content.size:
             break
-        try:
-            message = pa.ipc.read_message(content.slice(end))
-        except OSError as error:
-            if "flatbuffers" not in str(error):  # its body is incomplete
-                break
-            message = None
-        except (pa.ArrowInvalid, EOFError):
-            message = None
-        if message is None or begin[:4] != _CONTINUES:
+        message = None
+        if begin[:4] == _CONTINUES:
+            try:
+                message = pa.ipc.read_message(content.slice(end))
+            except (pa.ArrowInvalid, EOFError):
+                pass
+            except OSError as error:
+                if "flatbuffers" not in str(error):  # its body is incomplete
+                    break
+        if message is None:
             raise RayloaderError(
                 f"the provenance log {path} is damaged after {end} bytes: copy these to another file, which can be read"
             )

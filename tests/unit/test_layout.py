@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "inherit": {"", "random", "transport"},
     "observe": {""},
     "random": {"", "transport"},
-    "replay": {"", "data", "epoch", "random", "resume", "transport"},
+    "replay": {"", "data", "epoch", "observe", "random", "resume", "transport"},
     "replica": {"", "transport"},
     "resume": {"", "random", "transport"},
     "sharing": {"", "data", "epoch", "inherit", "random", "replica", "resume", "start", "transport", "workers"},

@@ -554,6 +554,16 @@ TESTS = {
     "unit/test_compat_ray.py": {
         "test_what_this_ray_lacks_is_said_once": ["rayloader: Ray ... lacks the private name"],
     },
+    "unit/test_provenance.py": {
+        "test_without_pyarrow_the_remedy_is_said": ["provenance= needs pyarrow"],
+        "test_a_folder_that_is_missing_is_an_error_of_iter": ["there is no folder ... for the provenance log"],
+        "test_another_process_is_kept_out_until_the_loader_has_ended": ["another process writes to"],
+        "test_another_file_is_refused_and_left_as_it_is": ["... is no provenance log"],
+        "test_a_damaged_log_is_refused_and_not_cut": ["the provenance log ... is damaged"],
+        "test_a_full_disk_does_not_end_the_training_and_loses_nothing": ["rayloader: the provenance log ... cannot"],
+        "test_a_disk_that_stays_full_costs_no_memory": ["... messages of up to 1024 rows are lost"],
+        "test_where_no_file_can_be_locked_it_is_written_all_the_same": ["rayloader: nothing keeps other processes"],
+    },
     "unit/test_needs.py": {
         "test_a_name_that_is_missing_is_named_at_import": ["rayloader does not work with"],
     },

@@ -1,0 +1,721 @@
+"""The provenance log, without workers: what is written when, and what the reader makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import itertools
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import rayloader
+from rayloader import DataLoader, RayloaderError
+from rayloader.data import fingerprint
+from rayloader.data.fingerprint import parts_of
+from rayloader.replay import provenance
+from rayloader.replay.provenance import OUTCOMES, read
+from rayloader.task import Outcome
+
+EMPTY = SimpleNamespace(restarts=0)
+
+
+class Squares(Dataset):
+    def __init__(self, length=12, bad=()):
+        self.length, self.bad = length, bad
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise ValueError(index)
+        return torch.tensor(index) ** 2
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(6))
+
+
+class WithState(Stream):
+    """Its state holds what JSON has not."""
+
+    def state_dict(self):
+        return {"position": torch.tensor(3), 1: "one"}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+class Anything(Dataset):
+    """Whatever the index is, the sample is a number."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return 1
+
+
+def columns(log, *names):
+    """The rows of all iterations, in the order of the file."""
+    return [tuple(row[name] for name in names) for one in log.iterations for row in one.rows.to_pylist()]
+
+
+def written(path, *, label="", steps=range(5), flush=True):
+    """The rows of an epoch that a loader's iterator has written."""
+    rows = provenance.opened(SimpleNamespace(provenance=path, label=label))
+    loader = DataLoader(Squares(), 2, name=label or None)
+    rows.begin(loader, DataLoader(Squares())._position or position_of(loader), EMPTY)
+    for step in steps:
+        rows.drawn(step, [step, step + 1], skipped=False)
+        rows.add(step, step % 2, 100 + step, Outcome.BATCH, 0)
+    if flush:
+        rows.flush()
+    return rows
+
+
+def position_of(loader):
+    iterator = iter(loader)
+    return iterator.position
+
+
+# ---- what is in it
+
+
+def test_each_batch_has_a_row(tmp_path):
+    path = tmp_path / "log.arrows"
+    torch.manual_seed(0)
+    loader = DataLoader(Squares(), 4, shuffle=True, provenance=path)
+    batches = [[list(batch) for batch in loader] for _ in range(2)]
+    log = read(path)
+    assert log.epochs == [0, 1]
+    assert [one.loader for one in log.iterations] == ["Squares"] * 2
+    assert columns(log, "epoch", "step") == [(epoch, step) for epoch in range(2) for step in range(3)]
+    assert columns(log, "worker", "outcome", "skipped", "restarts") == [(0, 0, 0, 0)] * 6
+    indices = [[torch.tensor(index) ** 2 for index in row] for (row,) in columns(log, "indices")]
+    assert indices == [batch for epoch in batches for batch in epoch]
+
+
+def test_pandas_and_pyarrow_read_it(tmp_path):
+    path = tmp_path / "log.arrows"
+    list(DataLoader(Squares(), 4, provenance=path))
+    with pa.OSFile(str(path)) as file:
+        table = pa.ipc.open_stream(file).read_all()
+    frame = table.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame[["step", "epoch"]].values.tolist() == [[0, 0], [1, 0], [2, 0]]
+    assert frame["indices"][2].tolist() == [8, 9, 10, 11]
+
+
+def test_the_state_of_each_epoch_gives_its_batches_again(tmp_path):
+    path = tmp_path / "log.arrows"
+
+    def make(**options):
+        return DataLoader(Squares(), 2, shuffle=True, **options)
+
+    loader = make(provenance=path)
+    epochs = [torch.stack(list(loader)).tolist() for _ in range(3)]
+    log = read(path)
+    for epoch, batches in enumerate(epochs):
+        again = make()
+        again.load_state_dict(log.states_of(epoch)[0])
+        assert torch.stack(list(again)).tolist() == batches
+        assert again._position.epoch_of_run == epoch
+
+
+def test_equal_batches_have_equal_digests_and_others_have_not(tmp_path):
+    def digests(name, **options):
+        torch.manual_seed(1)
+        list(DataLoader(Squares(), 4, shuffle=True, provenance=tmp_path / name, **options))
+        return columns(read(tmp_path / name), "digest")
+
+    assert digests("a") == digests("b")
+    assert len({*digests("a")}) == 3
+    assert digests("c", drop_last=True, collate_fn=as_floats) != digests("a")
+
+
+def as_floats(samples):
+    return torch.stack(samples).float()
+
+
+def test_outcomes(tmp_path):
+    path = tmp_path / "log.arrows"
+    loader = DataLoader(Squares(bad=(2, 3, 4)), 2, on_error="skip", provenance=path, skip_steps=[4])
+    assert len(list(loader)) == 4
+    rows = columns(read(path), "step", "outcome", "skipped", "indices")
+    assert [(step, OUTCOMES[outcome], skipped) for step, outcome, skipped, _ in sorted(rows)] == [
+        (0, "batch", 0),
+        (1, "empty", 2),
+        (2, "batch", 1),
+        (3, "batch", 0),
+        (4, "skipped", 0),
+        (5, "batch", 0),
+    ]
+    assert [indices for *_, indices in sorted(rows)] == [[step * 2, step * 2 + 1] for step in range(6)]
+
+
+def test_an_exception_is_a_row_too(tmp_path):
+    loader = DataLoader(Squares(bad=(2,)), 2, provenance=tmp_path / "log")
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(ValueError, match="2"):
+        next(iterator)
+    rest = list(iterator)
+    assert len(rest) == 4
+    assert [OUTCOMES[outcome] for (outcome,) in columns(read(tmp_path / "log"), "outcome")] == [
+        "batch",
+        "error",
+        *["batch"] * 4,
+    ]
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [("a", "b"), "text", torch.tensor([1, 2]), np.arange(3), [(1, 2), (3, 4)], [[1], 2], [1.5], [2**70], {"a": 1}],
+    ids=repr,
+)
+def test_indices_that_are_no_whole_numbers_are_pickled(tmp_path, indices):
+    list(DataLoader(Anything(), sampler=[indices], batch_size=None, provenance=tmp_path / "log"))
+    ((whole, other),) = columns(read(tmp_path / "log"), "indices", "indices_other")
+    assert whole is None
+    assert repr(pickle.loads(other)) == repr(indices)
+
+
+@pytest.mark.parametrize("indices", [[3], 3, [np.int64(3)]], ids=repr)
+def test_whole_numbers_are_lists(tmp_path, indices):
+    list(DataLoader(Anything(), sampler=[indices], batch_size=None, provenance=tmp_path / "log"))
+    assert columns(read(tmp_path / "log"), "indices", "indices_other") == [([3], None)]
+
+
+def test_indices_that_cannot_be_pickled_are_left_out(tmp_path):
+    list(DataLoader(Anything(), sampler=[(i for i in ())], batch_size=None, provenance=tmp_path / "log"))
+    assert columns(read(tmp_path / "log"), "step", "indices", "indices_other") == [(0, None, None)]
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_stream_has_no_indices(tmp_path, batch_size):
+    list(DataLoader(Stream(), batch_size, provenance=tmp_path / "log"))
+    rows = columns(read(tmp_path / "log"), "step", "indices", "indices_other")
+    assert rows == [(step, None, None) for step in range(3 if batch_size else 6)]
+
+
+def test_a_state_that_json_has_not_is_in_it(tmp_path):
+    list(DataLoader(WithState(), None, provenance=tmp_path / "log"))
+    state = read(tmp_path / "log").states_of(0)[0]
+    loader = DataLoader(WithState(), None)
+    loader.load_state_dict(state)
+    assert loader.dataset.loaded == {"position": torch.tensor(3), 1: "one"}
+
+
+def test_why_there_is_no_state_is_said(tmp_path):
+    class Stateless(Stream):
+        def state_dict(self):
+            raise OSError("gone")
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
+    list(DataLoader(Stateless(), None, provenance=tmp_path / "log"))
+    log = read(tmp_path / "log")
+    assert "gone" in log.iterations[0].error
+    with pytest.raises(LookupError, match=r"(?s)no state of epoch 0.*gone"):
+        log.states_of(0)
+
+
+# ---- the reader
+
+
+def test_the_last_row_of_a_step_counts(tmp_path):
+    path = tmp_path / "log"
+    loader = DataLoader(Squares(), 2, provenance=path)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    next(iterator)
+    del iterator
+    again = DataLoader(Squares(), 2, provenance=path, collate_fn=as_floats)
+    again.load_state_dict(state)
+    list(again)
+    log = read(path)
+    assert [one.rows["step"].to_pylist() for one in log.iterations] == [[0, 1, 2], [2, 3, 4, 5]]
+    assert log.epochs == [0]
+    assert log.row(0, 2) == log.iterations[1].rows.to_pylist()[0] != log.iterations[0].rows.to_pylist()[2]
+    assert log.steps_of(0)["step"].to_pylist() == [*range(6)]
+    assert log.states_of(0) == [one.state for one in log.iterations]
+
+
+def test_what_a_worker_has_built(tmp_path):
+    written(tmp_path / "log")
+    log = read(tmp_path / "log")
+    assert log.of_worker(0, 1) == {1: 101, 3: 103}
+    assert log.of_worker(0, 0) == {0: 100, 2: 102, 4: 104}
+
+
+def test_what_is_not_there_is_an_error(tmp_path):
+    written(tmp_path / "log")
+    log = read(tmp_path / "log")
+    with pytest.raises(LookupError, match=r"no epoch 7; it has \[0\]"):
+        log.states_of(7)
+    with pytest.raises(LookupError, match="no step 9 of epoch 0"):
+        log.row(0, 9)
+
+
+@pytest.mark.parametrize("content", [b"", b"no log", pa.schema([("a", pa.int8())]).serialize().to_pybytes()])
+def test_another_file_is_refused_and_left_as_it_is(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(RayloaderError, match="is no provenance log"):
+        read(path)
+    if content:
+        with pytest.raises(RayloaderError, match="is no provenance log"):
+            iter(DataLoader(Squares(), provenance=path))
+        assert path.read_bytes() == content
+
+
+def test_a_damaged_log_is_refused_and_not_cut(tmp_path):
+    path = tmp_path / "log"
+    for _ in range(2):
+        written(path)
+        gc.collect()
+    content = bytearray(path.read_bytes())
+    content[len(provenance._BEGIN)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RayloaderError, match="is damaged after"):
+        read(path)
+    with pytest.raises(RayloaderError, match="is damaged after"):
+        iter(DataLoader(Squares(), provenance=path))
+    assert path.read_bytes() == content
+
+
+# ---- killed
+
+
+def test_from_every_length_that_a_kill_may_leave_it_is_read_and_continued(tmp_path):
+    path = tmp_path / "whole"
+    written(path)
+    whole = path.read_bytes()
+    begin = len(provenance._BEGIN)
+    ends = [begin]
+    while ends[-1] < len(whole):
+        message = pa.ipc.read_message(pa.py_buffer(whole).slice(ends[-1]))
+        ends.append(ends[-1] + 8 + message.metadata.size + message.body.size)
+    assert len(ends) == 3  # the start of the epoch, and its rows
+    for size in [*range(begin, len(whole), 97), *ends, *(end - 1 for end in ends[1:]), *(end + 5 for end in ends[:-1])]:
+        cut = tmp_path / "cut"
+        cut.write_bytes(whole[:size])
+        log = read(cut)
+        assert columns(log, "step") == ([(step,) for step in range(5)] if size == len(whole) else [])
+        assert len(log.iterations) == (size >= ends[1])
+        loader = DataLoader(Squares(4), 2, provenance=cut)
+        list(loader)
+        assert [one.rows["step"].to_pylist() for one in read(cut).iterations][-1:] == [[0, 1]]
+        assert cut.read_bytes()[: max(end for end in ends if end <= size)] == whole[: max(e for e in ends if e <= size)]
+        cut.unlink()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_a_file_without_its_whole_beginning_is_begun_again(tmp_path, size):
+    path = tmp_path / "log"
+    path.write_bytes(provenance._BEGIN[:size])
+    list(DataLoader(Squares(4), 2, provenance=path))
+    assert columns(read(path), "step") == [(0,), (1,)]
+
+
+def test_zeros_at_the_end_which_a_failing_machine_leaves_are_cut_off(tmp_path):
+    path = tmp_path / "log"
+    written(path)
+    gc.collect()
+    before = path.read_bytes()
+    path.write_bytes(before + bytes(100))
+    assert columns(read(path), "step") == [(step,) for step in range(5)]
+    list(DataLoader(Squares(4), 2, provenance=path))
+    assert path.read_bytes()[: len(before)] == before
+    assert len(read(path).iterations) == 2
+
+
+# ---- when it is written
+
+
+def test_rows_are_written_when_there_are_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "ROWS", 4)
+    monkeypatch.setattr(provenance, "SECONDS", 1e9)
+    rows = written(tmp_path / "log", steps=range(3), flush=False)
+    assert columns(read(tmp_path / "log"), "step") in ([], [(0,)])  # the first may find that it is long since the last
+    rows.flush()
+    for step in range(3, 9):
+        rows.add(step, 0, 0, Outcome.BATCH, 0)
+    assert columns(read(tmp_path / "log"), "step") == [(step,) for step in range(7)]
+
+
+def test_rows_are_written_with_the_next_one_when_it_is_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "SECONDS", 0.0)
+    written(tmp_path / "log", steps=range(3), flush=False)
+    assert columns(read(tmp_path / "log"), "step") == [(0,), (1,)]
+
+
+def test_an_iterator_that_is_dropped_has_written_its_rows(tmp_path):
+    for _ in DataLoader(Squares(), 2, provenance=tmp_path / "log"):
+        break
+    assert columns(read(tmp_path / "log"), "step") == [(0,)]
+
+
+def test_a_program_that_ends_has_written_its_rows(tmp_path):
+    program = f"""
+import rayloader
+iterator = iter(rayloader.DataLoader(range(8), 2, provenance={str(tmp_path / "log")!r}))
+next(iterator), next(iterator)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert columns(read(tmp_path / "log"), "step", "indices") == [(0, [0, 1]), (1, [2, 3])]
+
+
+def test_rows_hold_no_batch(tmp_path):
+    loader = DataLoader(Squares(), 2, provenance=tmp_path / "log")
+    iterator = iter(loader)
+    batch = next(iterator)
+    assert not [holder for holder in gc.get_referrers(batch) if isinstance(holder, (tuple, dict, list))]
+
+
+# ---- interrupts
+
+
+def test_a_row_that_is_added_again_is_one(tmp_path):
+    rows = written(tmp_path / "log", steps=range(2), flush=False)
+    rows.add(1, 1, 101, Outcome.BATCH, 0)
+    rows.flush()
+    rows.add(1, 1, 101, Outcome.BATCH, 0)
+    rows.flush()
+    assert columns(read(tmp_path / "log"), "step") == [(0,), (1,)]
+
+
+class Interrupted(BaseException):
+    """Raised by a signal handler."""
+
+
+def test_an_interrupt_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "ROWS", 2)
+    count = 3
+
+    def interrupt(number):
+        points = itertools.count(1)
+
+        def profile(frame, event, argument):
+            own = frame.f_code.co_filename == provenance.__file__ and frame.f_code.co_name != "__del__"
+            if own and event in ("call", "c_return") and argument is not sys.setprofile and next(points) == number:
+                sys.setprofile(None)
+                raise Interrupted
+
+        return profile
+
+    for number in itertools.count(1):
+        path = tmp_path / f"{number}"
+        rows = written(path, steps=[], flush=False)
+        fired = False
+        for step in range(count):
+            rows.drawn(step, [step], skipped=False)
+        for step in range(count):
+            if step == 2 and not fired:
+                sys.setprofile(interrupt(number))
+            try:
+                rows.add(step, 0, step, Outcome.BATCH, 0)
+                rows.flush() if step == 2 else None
+            except Interrupted:
+                fired = True
+            finally:
+                sys.setprofile(None)
+            if fired:  # it is added again, as `Position.settle` does
+                rows.add(step, 0, step, Outcome.BATCH, 0)
+        rows.flush()
+        assert columns(read(path), "step", "indices") == [(step, [step]) for step in range(count)], number
+        if not fired:
+            break
+    assert number > 20
+
+
+def test_a_finalizer_in_the_middle_of_a_write_adds_to_it(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    first, second = written(path, steps=range(2), flush=False), written(path, steps=range(3), flush=False)
+    pwrite, finalizes = os.pwrite, [second.flush]
+
+    def interrupted(descriptor, content, place):
+        if finalizes:
+            finalizes.pop()()
+        return pwrite(descriptor, content, place)
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    first.flush()
+    assert [one.rows["step"].to_pylist() for one in read(path).iterations] == [[0, 1], [0, 1, 2]]
+
+
+# ---- a disk that is full
+
+
+def test_a_full_disk_does_not_end_the_training_and_loses_nothing(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "log"
+    loader = DataLoader(Squares(), 2, provenance=path)
+    list(loader)
+    pwrite, full = os.pwrite, [True]
+
+    def writes(descriptor, content, place):
+        if not full:
+            return pwrite(descriptor, content, place)
+        pwrite(descriptor, bytes(content)[:10], place)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", writes)
+    with caplog.at_level(logging.WARNING, "rayloader"):
+        list(loader)
+        list(loader)
+    assert [record.message for record in caplog.records] == [caplog.records[0].message]
+    assert "cannot be written" in caplog.records[0].message
+    assert len(read(path).iterations) == 1
+    full.clear()
+    list(loader)
+    assert [one.epoch for one in read(path).iterations] == [0, 1, 2, 3]
+    assert columns(read(path), "epoch", "step") == [(epoch, step) for epoch in range(4) for step in range(6)]
+
+
+def test_a_part_of_a_message_is_completed(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, content, place: pwrite(descriptor, content[:500], place))
+    written(tmp_path / "log")
+    assert columns(read(tmp_path / "log"), "step") == [(step,) for step in range(5)]
+
+
+def test_a_disk_that_stays_full_costs_no_memory(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(provenance, "QUEUED", 2)
+    rows = written(tmp_path / "log")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for step in range(10, 15):
+        rows.add(step, 0, 0, Outcome.BATCH, 0)
+        rows.flush()
+    assert len(rows._file.queue) == 2
+    assert "1 messages of up to 1024 rows are lost" in caplog.text
+
+
+# ---- where it is
+
+
+def test_a_folder_gets_a_file_for_each_loader(tmp_path):
+    for name in ("train", "a/b c"):
+        list(DataLoader(Squares(), 2, provenance=tmp_path, name=name))
+    list(DataLoader(Squares(), 2, provenance=f"{tmp_path}/new/"))
+    list(DataLoader(Squares(), 2, provenance=tmp_path, num_replicas=2, rank=1))
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.arrows"))
+    assert found == ["Squares-rank1.arrows", "a_b_c.arrows", "new/Squares.arrows", "train.arrows"]
+
+
+def test_a_folder_that_is_missing_is_an_error_of_iter(tmp_path):
+    loader = DataLoader(Squares(), 2, provenance=tmp_path / "no" / "log.arrows")
+    state = torch.get_rng_state()
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*/no for the provenance log; make it first"):
+        iter(loader)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("value", [3, "", b"x", ["a"], True])
+def test_what_is_no_path_is_an_error(value):
+    with pytest.raises(TypeError, match="provenance must be the path of a file or of a folder, or None, got"):
+        DataLoader(Squares(), provenance=value)
+
+
+def test_a_relative_path_is_where_the_loader_was_pickled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loader = DataLoader(Squares(), 2, provenance="log.arrows")
+    assert pickle.loads(pickle.dumps(loader)).provenance == str(tmp_path / "log.arrows")
+
+
+def test_loaders_of_one_process_share_a_file(tmp_path):
+    path, link = tmp_path / "log", tmp_path / "link"
+    one = iter(DataLoader(Squares(4), 2, provenance=path, name="one"))
+    link.symlink_to(path)
+    two = iter(DataLoader(Squares(6), 2, provenance=link, name="two"))
+    for iterator in (one, two, two, one, two):
+        next(iterator)
+    del one, two, iterator
+    log = read(path)
+    assert log.loaders == ["one", "two"]
+    assert columns(log.of_loader("one"), "indices") == [([0, 1],), ([2, 3],)]
+    assert columns(log.of_loader("two"), "indices") == [([0, 1],), ([2, 3],), ([4, 5],)]
+    with pytest.raises(LookupError, match="is of several loaders, one, two: choose one"):
+        log.row(0, 0)
+    assert log.of_loader("two").row(0, 2)["indices"] == [4, 5]
+
+
+OTHER = """
+import rayloader, sys
+try:
+    iter(rayloader.DataLoader(range(4), provenance=sys.argv[1]))
+except rayloader.RayloaderError as error:
+    print(error)
+"""
+
+
+def other(path):
+    done = subprocess.run([sys.executable, "-c", OTHER, path], check=True, timeout=120, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_another_process_is_kept_out_until_the_loader_has_ended(tmp_path):
+    loader = DataLoader(Squares(), 2, provenance=tmp_path / "log")
+    list(loader)
+    assert f"another process writes to the provenance log {tmp_path / 'log'}" in other(tmp_path / "log")
+    del loader
+    gc.collect()
+    assert not other(tmp_path / "log")
+    assert len(read(tmp_path / "log").iterations) == 2
+
+
+def test_where_no_file_can_be_locked_it_is_written_all_the_same(tmp_path, monkeypatch, caplog):
+    def unlocked(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(provenance.fcntl, "flock", unlocked)
+    with caplog.at_level(logging.INFO, "rayloader"):
+        list(DataLoader(Squares(), 2, provenance=tmp_path / "log"))
+    assert "nothing keeps other processes from the provenance log" in caplog.text
+    assert len(columns(read(tmp_path / "log"), "step")) == 6
+
+
+def test_a_forked_child_leaves_it_to_its_parent(tmp_path):
+    loader = DataLoader(Squares(), 2, provenance=tmp_path / "log")
+    iterator = iter(loader)
+    next(iterator)
+    read_end, write_end = os.pipe()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            next(iterator)
+            iterator.position.flush_log()
+            os.write(write_end, b"done")
+        signal.pause()
+    os.close(write_end)
+    assert os.read(read_end, 10) == b"done"
+    os.close(read_end)
+    del loader, iterator  # the child still lives, and does not keep the lock
+    gc.collect()
+    assert not other(tmp_path / "log")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [one.rows["step"].to_pylist() for one in read(tmp_path / "log").iterations] == [[0], []]
+
+
+def test_without_pyarrow_the_remedy_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "rayloader.replay.provenance")
+    monkeypatch.delattr(rayloader.replay, "provenance")
+    with pytest.raises(ImportError, match=r"provenance= needs pyarrow: pip install rayloader\[arrow\]"):
+        iter(DataLoader(Squares(), provenance=tmp_path / "log"))
+
+
+# ---- the parts
+
+
+class Scaled(Squares):
+    def __init__(self, factor=1, transform=None, **attributes):
+        super().__init__()
+        self.factor, self.transform = factor, transform
+        vars(self).update(attributes)
+
+
+class Within(Dataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+def changed(before, after, **options):
+    """The names of the parts that differ."""
+    one, two = (parts_of(DataLoader(dataset, 2, **options)) for dataset in (before, after))
+    return sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
+
+
+def test_a_changed_part_is_named(tmp_path):
+    assert changed(Scaled(), Scaled()) == []
+    assert changed(Scaled(), Scaled(factor=2)) == ["dataset.factor"]
+    assert changed(Scaled(transform=as_floats), Scaled(transform=list)) == ["dataset.transform"]
+    assert changed(Within(Scaled(1)), Within(Scaled(2))) == ["dataset.dataset.factor"]
+    assert "dataset" in changed(Scaled(), Squares())
+    one = parts_of(DataLoader(Scaled(), 2))
+    assert parts_of(DataLoader(Scaled(), 2, collate_fn=as_floats)).items() ^ one.items() == {
+        ("collate_fn", value["collate_fn"]) for value in (one, parts_of(DataLoader(Scaled(), 2, collate_fn=as_floats)))
+    }
+
+
+def test_a_changed_file_is_named(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(b"one")
+    before = parts_of(DataLoader(Scaled(root=str(path), many=[(path, 0)])))
+    path.write_bytes(b"two")
+    after = parts_of(DataLoader(Scaled(root=str(path), many=[(path, 0)])))
+    assert sorted(name for name in before if before[name] != after[name]) == [
+        "dataset.many: files",
+        "dataset.root: files",
+    ]
+
+
+def test_large_attributes_are_sampled(monkeypatch):
+    read_bytes = []
+    sha = fingerprint.hashlib.sha256
+
+    class Counting:
+        def __init__(self, content=b""):
+            self.hash = sha(content)
+            read_bytes.append(len(content))
+
+        def update(self, content):
+            read_bytes.append(len(content))
+            self.hash.update(content)
+
+        def __getattr__(self, name):
+            return getattr(self.hash, name)
+
+    large: dict[str, Any] = {
+        "array": np.zeros((1000, 1000)),
+        "tensor": torch.zeros(100, 3, 50, 50),
+        "transposed": torch.zeros(1000, 1000).t(),
+        "names": [str(number) for number in range(100_000)],
+        "table": {number: str(number) for number in range(100_000)},
+        "text": "x" * 1_000_000,
+        "set": {*range(100_000)},
+    }
+    monkeypatch.setattr(fingerprint.hashlib, "sha256", Counting)
+    before = parts_of(DataLoader(Scaled(**large)))
+    assert sum(read_bytes) < 1_000_000
+    for name, value in large.items():
+        longer = {"names": lambda: [*large["names"], "y"], "table": lambda: {**large["table"], "y": 1}}
+        other = {"text": lambda: large["text"] + "y", "set": lambda: large["set"] | {-1}, **longer}
+        changed_value = other[name]() if name in other else value + 1
+        after = parts_of(DataLoader(Scaled(**{**large, name: changed_value})))
+        assert [key for key in before if before[key] != after[key]] == [f"dataset.{name}"]
+
+
+def test_what_cannot_be_seen_is_no_error():
+    class Hides:
+        def __reduce_ex__(self, protocol):
+            raise RuntimeError("no")
+
+    assert "dataset.hides" in parts_of(DataLoader(Scaled(hides=Hides(), lines=(i for i in ()))))
