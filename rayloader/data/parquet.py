@@ -29,6 +29,7 @@ from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rayloader.data.columns import Converter, Form
+from rayloader.data.footers import Footers
 from rayloader.data.paths import check_alike, data_files, paths_of
 from rayloader.data.rows import Row
 from rayloader.data.shard_info import ShardInfo, get_shard_info
@@ -218,17 +219,15 @@ class _Files:
         """The number of a row group in its file, and the path of that."""
         return int(self.numbers[group]), self.paths[self.files[group]]
 
-    def load(self, group: int) -> pa.Table:
+    def load(self, group: int, footers: Footers) -> pa.Table:
         """The rows of a row group that the filters let through.
 
         Raises:
             RayloaderError: it cannot be read.
         """
         number, path = self.place(group)
-        options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
         try:
-            file = dataset.ParquetFileFormat(default_fragment_scan_options=options)
-            fragment = file.make_fragment(path, self.filesystem, row_groups=[number])
+            fragment = footers.row_group(path, number)
             table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
             raise RayloaderError(
@@ -459,7 +458,7 @@ class _Reading(Iterator[Any]):
         parts, order = [], []
         for group in np.unique(groups):
             places = np.flatnonzero(groups == group)
-            table = self._files.load(group)
+            table = self._ahead.load(int(group))
             parts.append(self._files.converter.take(table.combine_chunks(), rows[places]))
             order.append(places)
             if self._piece < len(self._pieces) and self._pieces[self._piece][0] == group:
@@ -499,7 +498,7 @@ class _Ahead:
     """Reads row groups, and in a thread the one that comes after that which is asked for."""
 
     def __init__(self, files: _Files) -> None:
-        self._files = files
+        self._files, self._footers = files, Footers(files.filesystem)
         self._held: tuple[int, pa.Table] | None = None
         self._coming: tuple[int, Future[pa.Table]] | None = None
         self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
@@ -515,12 +514,16 @@ class _Ahead:
         assert self._held is not None
         return self._held[1]
 
+    def load(self, group: int) -> pa.Table:
+        """A row group, which need not come next."""
+        return self._begin(group)[1].result()
+
     def hold(self, group: int, table: pa.Table) -> None:
         """Keeps a row group that was read, to be asked for next."""
         self._held = group, table
 
     def _begin(self, group: int) -> tuple[int, Future[pa.Table]]:
-        return group, self._thread.submit(self._files.load, group)
+        return group, self._thread.submit(self._files.load, group, self._footers)
 
 
 def _part_of_the_reader(has_ranks: bool) -> ShardInfo:

@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 import rayloader
 from rayloader import ParquetStream, RayloaderError, StateError
 from rayloader.data import parquet as module
+from rayloader.data.footers import Footers
 from rayloader.data.shard_info import Reader
 from rayloader.plain_state import pack, unpack
 
@@ -275,11 +276,19 @@ def test_a_state_is_not_changed_by_going_on(folder):
     assert numbers(iterator) == rest
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_only_the_row_groups_that_are_needed_are_read_again(folder, monkeypatch):
+def noted_loads(monkeypatch):
+    """A list to which each row group is added that is read from now on."""
     loaded = []
     load = module._Files.load
-    monkeypatch.setattr(module._Files, "load", lambda files, group: loaded.append(int(group)) or load(files, group))
+    monkeypatch.setattr(
+        module._Files, "load", lambda files, group, *more: loaded.append(group) or load(files, group, *more)
+    )
+    return loaded
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_only_the_row_groups_that_are_needed_are_read_again(folder, monkeypatch):
+    loaded = noted_loads(monkeypatch)
     iterator = iter(ParquetStream(folder))
     numbers(itertools.islice(iterator, 80))
     state = iterator.state_dict()
@@ -537,3 +546,48 @@ def test_small_row_groups_make_large_blocks_for_a_shuffle_buffer(tmp_path, monke
     reading._block = lambda: blocks.append(block()) or blocks[-1]
     assert sorted(row["x"].item() for row in reading) == list(range(1000))
     assert [sum(part.table.num_rows for part in parts) for parts in blocks if parts] == [200] * 5
+
+
+# ---- footers
+
+
+def kept(footers):
+    """The names of the files whose footers are kept, the one that was used last at the end."""
+    return [os.path.basename(path) for path in footers._kept]
+
+
+def test_a_footer_is_parsed_once_for_all_row_groups_of_a_file(folder):
+    footers = Footers(fs.LocalFileSystem())
+    path = f"{folder}/2.parquet"
+    assert [footers.row_group(path, number).to_table().num_rows for number in range(5)] == GROUPS[2]
+    file = footers._kept[path].file
+    footers.row_group(path, 0)
+    assert footers._kept[path].file is file
+
+
+def test_footers_are_kept_within_their_bytes(folder, monkeypatch):
+    sizes = [parquet.read_metadata(folder / f"{number}.parquet").serialized_size for number in range(3)]
+    monkeypatch.setattr("rayloader.data.footers._KEPT_BYTES", sizes[0])
+    footers, seen = Footers(fs.LocalFileSystem()), []
+    for number in (0, 2, 0, 1, 0):
+        footers.row_group(f"{folder}/{number}.parquet", 0)
+        seen.append(kept(footers))
+    first, second, third = "0.parquet", "1.parquet", "2.parquet"
+    assert sizes[1] < sizes[0] < sizes[2]
+    assert seen == [[first], [first, third], [first], [first, second], [second, first]]
+    monkeypatch.setattr("rayloader.data.footers._KEPT_BYTES", 0)
+    footers.row_group(f"{folder}/2.parquet", 0)
+    assert kept(footers) == [third]
+
+
+def test_a_file_that_is_replaced_is_read_as_it_is_now(tmp_path):
+    """With row groups of the same rows at other places, which the old footer would not have found."""
+    iterator = iter(ParquetStream(write(tmp_path, [[20] * 5])))
+    assert numbers(itertools.islice(iterator, 10)) == list(range(10))
+    (tmp_path / "new").mkdir()
+    table = pa.table({"i": range(1000, 1100), "t": ["text"] * 100}, SCHEMA)
+    parquet.write_table(table, tmp_path / "new" / "0.parquet", row_group_size=20, compression="zstd")
+    os.replace(tmp_path / "new" / "0.parquet", tmp_path / "0.parquet")
+    rest = numbers(iterator)  # the next row group may have been read ahead
+    assert rest[:10] == list(range(10, 20))
+    assert rest[30:] == list(range(1040, 1100))
