@@ -447,9 +447,8 @@ def main() -> None:
     document = {"machine": machine, "settings": settings, "figures": figures}
     for figure in figures:
         if figure["unit"]:
-            print(
-                f"{figure['case']}, {figure['implementation']}, {figure['metric']}: {harness.show(figure)} {figure['unit']}"
-            )
+            names = f"{figure['case']}, {figure['implementation']}, {figure['metric']}"
+            print(f"{names}: {harness.show(figure)} {figure['unit']}")
     print(made := table(document))
     harness.print_missing(figures)
     if not (options.quick or options.cases or options.peers):
