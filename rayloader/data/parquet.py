@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rayloader.data.columns import Converter, Form
+from rayloader.data.columns import Converter, Form, without_views
 from rayloader.data.footers import Footers
 from rayloader.data.paths import check_alike, data_files, paths_of
 from rayloader.data.rows import Row
@@ -199,11 +199,11 @@ class _Files:
 
         with ThreadPoolExecutor(min(_FOOTERS, len(paths)), "rayloader-footers") as threads:
             footers = list(threads.map(footer, paths))
-        first = footers[0][1]
+        first = without_views(footers[0][1])
         converter = Converter(first, *arguments)
         for path, (_, schema) in zip(paths, footers, strict=True):
-            check_alike(converter.schema, paths[0], schema, path)
-            _check_filters(filters, schema, path)
+            check_alike(converter.schema, paths[0], without_views(schema), path)
+            _check_filters(filters, schema, path)  # which pyarrow applies to columns as they are in the file
         return cls(
             filesystem,
             paths,
@@ -439,7 +439,7 @@ class _Reading(Iterator[Any]):
         """Continues from a state; reads the row groups of rows that were read and not given.
 
         Raises:
-            StateError: the state is of another stream, or of another part of it.
+            StateError: the state is of another stream, or of another part of it, or a file has changed.
             RayloaderError: such a row group cannot be read.
         """
         if not isinstance(state, Mapping) or not self.state_dict().keys() <= state.keys():
@@ -459,6 +459,13 @@ class _Reading(Iterator[Any]):
         for group in np.unique(groups):
             places = np.flatnonzero(groups == group)
             table = self._ahead.load(int(group))
+            if rows[places].max() >= table.num_rows:
+                number, path = self._files.place(group)
+                raise StateError(
+                    f"the state of a ParquetStream has row {rows[places].max()} of row group {number} of {path}, and "
+                    f"the filters let {table.num_rows} rows of it through; the file is another one than it was: go on "
+                    "with the same files, or begin the epoch anew"
+                )
             parts.append(self._files.converter.take(table.combine_chunks(), rows[places]))
             order.append(places)
             if self._piece < len(self._pieces) and self._pieces[self._piece][0] == group:

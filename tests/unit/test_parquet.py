@@ -336,6 +336,55 @@ def test_a_state_of_something_else_is_refused(folder, tmp_path):
         iter(ParquetStream(folder)).load_state_dict(state)
 
 
+def test_a_state_whose_rows_the_filters_let_through_no_more_is_refused(tmp_path):
+    """The file has as many rows as before, and others: nothing but the rows themselves can tell."""
+
+    def stream():
+        return ParquetStream(tmp_path, filters=[("i", "<", 50)], shuffle_buffer=10)
+
+    write(tmp_path, [[30]])
+    iterator = iter(stream())
+    next(iterator)
+    state = iterator.state_dict()
+    table = pa.table({"i": range(30, 60), "t": ["text"] * 30}, SCHEMA)
+    parquet.write_table(table, tmp_path / "0.parquet")
+    with pytest.raises(
+        StateError, match=r"has row 29 of row group 0 of .*0\.parquet, and the filters let 20 rows of it through"
+    ):
+        iter(stream()).load_state_dict(state)
+
+
+READERS = [
+    {},
+    {"shuffle_buffer": 4},
+    {"shuffle_buffer": 15},
+    {"shuffle_buffer": 15, "batch_size": 4},
+    {"shuffle_buffer": 9, "equal_steps": "pad"},
+]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("arguments", READERS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_resuming_reads_no_row_group_before_the_position_but_those_of_rows_that_were_not_given(
+    folder, arguments, count, monkeypatch
+):
+    loaded = noted_loads(monkeypatch)
+    with Reader((count - 1, count)).reads():
+        iterator = iter(ParquetStream(folder, **arguments))
+        pieces = [group for group, _, _ in iterator._pieces]
+        for _ in iter(lambda: next(iterator, None), None):
+            state = iterator.state_dict()
+            resumed = iter(ParquetStream(folder, **arguments))
+            loaded.clear()
+            resumed.load_state_dict(state)
+            kept = sorted({row[0] for row in [*state["coming"].tolist(), *state["buffer"].tolist()]})
+            assert loaded == kept
+            list(resumed)
+            to_come = pieces[state["piece"] :]
+            assert loaded[len(kept) :] == to_come[1 if to_come and to_come[0] in kept else 0 :]
+
+
 # ---- errors while it reads
 
 
@@ -521,6 +570,22 @@ def test_what_is_wrong_is_an_error_that_says_so(folder, error, text, arguments, 
 def test_an_epoch_that_is_none_is_an_error(folder):
     with pytest.raises(ValueError, match=r"epoch of a ParquetStream must be a whole number >= 0, got 1\.5"):
         ParquetStream(folder).set_epoch(1.5)
+
+
+def test_a_loader_that_skips_is_refused_with_equal_steps(folder):
+    with pytest.raises(ValueError, match=r"on_error=\"skip\" leaves out rows .* got equal_steps='cut'"):
+        rayloader.DataLoader(ParquetStream(folder, equal_steps="cut"), on_error="skip")
+    rayloader.DataLoader(ParquetStream(folder), on_error="skip")
+
+
+def test_views_of_text_become_text(tmp_path):
+    table = pa.table({"i": [0, 1, 2], "t": pa.array(["a", "b" * 20, "c"]).cast(pa.string_view())})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    parquet.write_table(table.slice(1), tmp_path / "y.parquet")
+    stream = ParquetStream(tmp_path, filters=[("i", "<", 2)], shuffle_buffer=2)
+    assert sorted(row["t"] for row in stream) == ["a", *["b" * 20] * 2]
+    with pytest.raises(ValueError, match="filters do not fit the columns i, t of"):  # pyarrow cannot compare views
+        ParquetStream(tmp_path, filters=[("t", "!=", "c")])
 
 
 def test_files_without_rows(tmp_path):
