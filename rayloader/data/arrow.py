@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from rayloader.data.columns import Converter, Form, cast, without_views
 from rayloader.data.paths import check_alike, data_files, paths_of
 from rayloader.data.rows import Row
-from rayloader.errors import ReplicaError
+from rayloader.errors import ReplicaError, add_note
 
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
@@ -314,7 +314,8 @@ def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
-    except BaseException:  # also an interrupt: nothing half-written is left
+    except BaseException as error:  # also an interrupt: nothing half-written is left
         os.unlink(temporary)
+        add_note(error, f"this was raised while {path} was converted into the cache folder {cache}")
         raise
     return target

@@ -678,6 +678,24 @@ def test_a_full_disk_leaves_nothing_damaged(tmp_path):
     assert len(ArrowDataset(path, cache=cache)) == 1000
 
 
+def test_a_device_that_is_full_is_an_error_that_names_file_and_folder(tmp_path, monkeypatch):
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+
+    def on_a_full_device(**names):
+        descriptor, name = make(**names)
+        os.close(descriptor)
+        return os.open("/dev/full", os.O_WRONLY), name
+
+    with monkeypatch.context() as patch:
+        make = arrow.tempfile.mkstemp
+        patch.setattr(arrow.tempfile, "mkstemp", on_a_full_device)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            ArrowDataset(path, cache=cache)
+    assert caught.value.__notes__ == [f"this was raised while {path} was converted into the cache folder {cache}"]
+    assert list(cache.iterdir()) == []
+    assert len(ArrowDataset(path, cache=cache)) == 1000
+
+
 KILLED = """
 import os, signal, sys
 import pyarrow as pa
