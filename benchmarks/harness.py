@@ -141,7 +141,7 @@ def machine() -> dict[str, Any]:
         "memory_gb": round(memory_kb / 1e6, 1),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "ray", "torchdata", "spdl_core", "grain", "pyarrow")},
+        **{name: _version(name) for name in ("torch", "ray", "torchdata", "spdl_core", "grain", "pyarrow", "datasets")},
         "load_at_start": [round(load, 2) for load in os.getloadavg()],
     }
 

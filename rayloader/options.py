@@ -207,6 +207,17 @@ def check(loader: Any) -> None:
             'scheduling="dynamic" needs a map-style dataset, got an IterableDataset: each worker has its own stream; '
             'use scheduling="static"'
         )
+    _check_skipping(loader)
+
+
+def _check_skipping(loader: Any) -> None:
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    equal_steps = getattr(loader.dataset, "equal_steps", None) if is_stream else None  # of a ParquetStream
+    if loader.on_error == "skip" and equal_steps in ("cut", "pad"):
+        raise ValueError(
+            f'on_error="skip" leaves out rows that the dataset counts, got equal_steps={equal_steps!r}: the ranks '
+            "would have unequal numbers of steps; use one of the two"
+        )
 
 
 def _may_fork(loader: Any) -> bool:

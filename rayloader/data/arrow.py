@@ -21,10 +21,10 @@ import pyarrow as pa
 from pyarrow import parquet
 from torch.utils.data import Dataset
 
-from rayloader.data.columns import Converter, Form
+from rayloader.data.columns import Converter, Form, cast, without_views
 from rayloader.data.paths import check_alike, data_files, paths_of
 from rayloader.data.rows import Row
-from rayloader.errors import ReplicaError
+from rayloader.errors import ReplicaError, add_note
 
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
@@ -54,8 +54,8 @@ class ArrowDataset(_DatasetOfRows):
         decode: functions by names of columns with binary data or text, called with each value.
         fill_null: what stands for a null, by names of columns. There is none among tensors and arrays: one that is met
             is a ValueError.
-        cache: a folder for what is converted, that is Parquet and compressed Arrow files; it can be shared by many
-            processes. None: in memory.
+        cache: a folder for what is converted, that is Parquet and Arrow files that are compressed or hold views of
+            text, as Polars writes them; it can be shared by many processes. None: in memory.
 
     Raises:
         TypeError: an argument, or a column, is of a wrong type.
@@ -76,8 +76,8 @@ class ArrowDataset(_DatasetOfRows):
         if hasattr(source, "__arrow_c_stream__"):
             if cache is not None:
                 raise ValueError(f"cache is a folder for Parquet files, and a table needs none, got {cache!r}")
-            table = _without_views(pa.table(source))
-            schema, files = table.schema, []
+            table = pa.table(source)
+            schema, files = without_views(table.schema), []
         else:
             files = _files(source)
             if cache is not None and os.path.abspath(cache) in map(os.path.dirname, files):
@@ -92,7 +92,7 @@ class ArrowDataset(_DatasetOfRows):
         if files:
             self._parts = [_part(file, wanted, cache) for file in files]
         else:
-            self._parts = [table.select(wanted.names)]
+            self._parts = [pa.Table.from_batches([_with(wanted, batch) for batch in table.to_batches()], wanted)]
         self._open()
 
     def _open(self) -> None:
@@ -194,42 +194,6 @@ def _files(source: Any) -> list[str]:
     return files
 
 
-def _without_views(table: pa.Table) -> pa.Table:
-    """A table whose text and binary data are as everywhere: pyarrow cannot take rows of views, which others export."""
-    for index, field in enumerate(table.schema):
-        kind = _without_view(field.type)
-        if kind != field.type:
-            chunks = [_cast(chunk, kind) for chunk in table.column(index).chunks]
-            table = table.set_column(index, field.with_type(kind), pa.chunked_array(chunks, kind))
-    return table
-
-
-def _without_view(kind: pa.DataType) -> pa.DataType:
-    types = pa.types
-    if types.is_string_view(kind):
-        return pa.large_string()
-    if types.is_binary_view(kind):
-        return pa.large_binary()
-    if types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _without_view(kind.value_type), kind.ordered)
-    if types.is_struct(kind):
-        return pa.struct([field.with_type(_without_view(field.type)) for field in kind])
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        item = kind.value_field.with_type(_without_view(kind.value_type))
-        if types.is_fixed_size_list(kind):
-            return pa.list_(item, kind.list_size)
-        return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
-    return kind
-
-
-def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    if isinstance(array, pa.DictionaryArray):  # pyarrow has no such cast
-        return pa.DictionaryArray.from_arrays(
-            array.indices, array.dictionary.cast(kind.value_type), ordered=kind.ordered
-        )
-    return array.cast(kind)
-
-
 def _kind(path: str) -> bytes:
     with open(path, "rb") as file:
         head = file.read(8)
@@ -243,9 +207,9 @@ def _schema(path: str) -> pa.Schema:
     kind = _kind(path)
     with _naming(path):
         if kind == _PARQUET:
-            return parquet.read_schema(path)
+            return without_views(parquet.read_schema(path))
         with pa.memory_map(path) as source:
-            return _reader(source, kind).schema
+            return without_views(_reader(source, kind).schema)
 
 
 def _reader(source: Any, kind: bytes) -> Any:
@@ -265,7 +229,8 @@ def _batches_of(source: Any, path: str) -> Iterator[pa.RecordBatch]:
 
 def _with(schema: pa.Schema, batch: pa.RecordBatch) -> pa.RecordBatch:
     """The columns of this schema. What a file says beyond their types, as that nothing in it is null, is dropped."""
-    return pa.RecordBatch.from_arrays([batch.column(name) for name in schema.names], schema=schema)
+    columns = [cast(batch.column(field.name), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 class _naming:
@@ -290,7 +255,7 @@ def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:
             region = source.read_buffer()
             source.seek(0)
             first = next((batch for batch in _batches_of(source, path) if batch.num_rows), None)
-            if first is None or all(_lies_in(region, column) for column in first.select(wanted.names)):
+            if first is None or all(_lies_in(region, column) for column in _with(wanted, first.slice(0, 1)).columns):
                 return mapped
     if cache is None:
         table = pa.Table.from_batches(_to_convert(path, wanted), wanted)
@@ -299,7 +264,7 @@ def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:
 
 
 def _lies_in(region: pa.Buffer, column: pa.Array) -> bool:
-    """Whether a column is a part of a file's memory, as it is if the file is not compressed."""
+    """Whether a column is a part of a file's memory, as it is if the file is not compressed and has no views."""
     end = region.address + region.size
     return all(region.address <= buffer.address < end for buffer in column.buffers() if buffer and buffer.size)
 
@@ -349,7 +314,8 @@ def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
-    except BaseException:  # also an interrupt: nothing half-written is left
+    except BaseException as error:  # also an interrupt: nothing half-written is left
         os.unlink(temporary)
+        add_note(error, f"this was raised while {path} was converted into the cache folder {cache}")
         raise
     return target

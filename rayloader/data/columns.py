@@ -219,6 +219,39 @@ class Converter:
         return numbers if self._form == "tensors" else numbers.numpy()
 
 
+def without_views(schema: pa.Schema) -> pa.Schema:
+    """The schema with text and binary data as everywhere: pyarrow cannot take rows of views, which others write."""
+    return pa.schema([field.with_type(_without_view(field.type)) for field in schema], schema.metadata)
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_binary_view(kind):
+        return pa.large_binary()
+    if types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _without_view(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_without_view(field.type)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        item = kind.value_field.with_type(_without_view(kind.value_type))
+        if types.is_fixed_size_list(kind):
+            return pa.list_(item, kind.list_size)
+        return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
+    return kind
+
+
+def cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """An array of a type that `without_views` gives."""
+    if array.type == kind:
+        return array
+    if isinstance(array, pa.DictionaryArray):  # pyarrow has no such cast
+        return pa.DictionaryArray.from_arrays(
+            array.indices, array.dictionary.cast(kind.value_type), ordered=kind.ordered
+        )
+    return array.cast(kind)
+
+
 def _tensor(array: pa.Array) -> torch.Tensor:
     """A tensor over the array's memory."""
     tensor: torch.Tensor = from_dlpack(array)

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rayloader.data.columns import Converter, Form
+from rayloader.data.columns import Converter, Form, without_views
+from rayloader.data.footers import Footers
 from rayloader.data.paths import check_alike, data_files, paths_of
 from rayloader.data.rows import Row
 from rayloader.data.shard_info import ShardInfo, get_shard_info
@@ -198,11 +199,11 @@ class _Files:
 
         with ThreadPoolExecutor(min(_FOOTERS, len(paths)), "rayloader-footers") as threads:
             footers = list(threads.map(footer, paths))
-        first = footers[0][1]
+        first = without_views(footers[0][1])
         converter = Converter(first, *arguments)
         for path, (_, schema) in zip(paths, footers, strict=True):
-            check_alike(converter.schema, paths[0], schema, path)
-            _check_filters(filters, schema, path)
+            check_alike(converter.schema, paths[0], without_views(schema), path)
+            _check_filters(filters, schema, path)  # which pyarrow applies to columns as they are in the file
         return cls(
             filesystem,
             paths,
@@ -218,17 +219,15 @@ class _Files:
         """The number of a row group in its file, and the path of that."""
         return int(self.numbers[group]), self.paths[self.files[group]]
 
-    def load(self, group: int) -> pa.Table:
+    def load(self, group: int, footers: Footers) -> pa.Table:
         """The rows of a row group that the filters let through.
 
         Raises:
             RayloaderError: it cannot be read.
         """
         number, path = self.place(group)
-        options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
         try:
-            file = dataset.ParquetFileFormat(default_fragment_scan_options=options)
-            fragment = file.make_fragment(path, self.filesystem, row_groups=[number])
+            fragment = footers.row_group(path, number)
             table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
             raise RayloaderError(
@@ -440,7 +439,7 @@ class _Reading(Iterator[Any]):
         """Continues from a state; reads the row groups of rows that were read and not given.
 
         Raises:
-            StateError: the state is of another stream, or of another part of it.
+            StateError: the state is of another stream, or of another part of it, or a file has changed.
             RayloaderError: such a row group cannot be read.
         """
         if not isinstance(state, Mapping) or not self.state_dict().keys() <= state.keys():
@@ -459,7 +458,14 @@ class _Reading(Iterator[Any]):
         parts, order = [], []
         for group in np.unique(groups):
             places = np.flatnonzero(groups == group)
-            table = self._files.load(group)
+            table = self._ahead.load(int(group))
+            if rows[places].max() >= table.num_rows:
+                number, path = self._files.place(group)
+                raise StateError(
+                    f"the state of a ParquetStream has row {rows[places].max()} of row group {number} of {path}, and "
+                    f"the filters let {table.num_rows} rows of it through; the file is another one than it was: go on "
+                    "with the same files, or begin the epoch anew"
+                )
             parts.append(self._files.converter.take(table.combine_chunks(), rows[places]))
             order.append(places)
             if self._piece < len(self._pieces) and self._pieces[self._piece][0] == group:
@@ -499,7 +505,7 @@ class _Ahead:
     """Reads row groups, and in a thread the one that comes after that which is asked for."""
 
     def __init__(self, files: _Files) -> None:
-        self._files = files
+        self._files, self._footers = files, Footers(files.filesystem)
         self._held: tuple[int, pa.Table] | None = None
         self._coming: tuple[int, Future[pa.Table]] | None = None
         self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
@@ -515,12 +521,16 @@ class _Ahead:
         assert self._held is not None
         return self._held[1]
 
+    def load(self, group: int) -> pa.Table:
+        """A row group, which need not come next."""
+        return self._begin(group)[1].result()
+
     def hold(self, group: int, table: pa.Table) -> None:
         """Keeps a row group that was read, to be asked for next."""
         self._held = group, table
 
     def _begin(self, group: int) -> tuple[int, Future[pa.Table]]:
-        return group, self._thread.submit(self._files.load, group)
+        return group, self._thread.submit(self._files.load, group, self._footers)
 
 
 def _part_of_the_reader(has_ranks: bool) -> ShardInfo:

@@ -122,6 +122,24 @@ class Row(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return f"Row({dict(self)})"
 
+    def copy(self) -> Row:
+        """Another row with these values."""
+        return Row(self, self.lists)
+
+    def __or__(self, other: Mapping[str, Any]) -> Row:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        row = self.copy()
+        row.update(other)
+        return row
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self} if isinstance(other, Mapping) else NotImplemented
+
+    def __ior__(self, other: Mapping[str, Any]) -> Row:
+        self.update(other)
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Row, (dict(self), self.lists)
 

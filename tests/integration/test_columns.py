@@ -170,6 +170,22 @@ def test_other_forms(table, workers):
     assert taken(loader) == taken(TorchDataLoader(ArrowDataset(table, columns=["i", "v"]), 16))
 
 
+@pytest.mark.parametrize("workers", KINDS)
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_killed_worker_changes_no_batch_of_a_dataset(dataset, workers, persistent):
+    def load():
+        torch.manual_seed(3)
+        return ours(dataset, workers, shuffle=True, persistent_workers=persistent)
+
+    loader = load()
+    expected = [taken(loader) for _ in range(2)]
+    loader = load()
+    iterator = iter(loader)
+    found = taken(itertools.islice(iterator, 9))
+    kill_worker(iterator)
+    assert [found + taken(iterator), taken(loader)] == expected
+
+
 SHARED = """
 import sys
 import torch

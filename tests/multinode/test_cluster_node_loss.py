@@ -1,18 +1,21 @@
 """A node goes while a worker on it holds work, or between epochs."""
 
+import itertools
 import threading
 import time
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 import ray
 import torch
+from pyarrow import parquet
 from ray.core.generated import autoscaler_pb2
-from torch.utils.data import get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from multinode_data import CASES, EPOCHS, Calls, as_is, difference, origin
 from multinode_waiting import HANG_LIMIT, START_LIMIT, remove_nodes, wait_for_exit, wait_until
-from rayloader import DataLoader, WorkerDiedError
+from rayloader import ArrowDataset, DataLoader, ParquetStream, WorkerDiedError
 
 pytestmark = pytest.mark.multinode
 
@@ -157,6 +160,47 @@ def test_a_node_that_is_killed_while_large_results_are_on_their_way(doomed, tmp_
     doomed.remove(graceful=False)
     kept += iterator
     assert [batch.unique().tolist() for batch in kept] == [[index] for index in range(60)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ArrowDataset", "ParquetStream"])
+def test_a_node_that_is_killed_while_it_reads_files_of_columns(kind, doomed, nodes, tmp_path):
+    """Another node goes on in the same order, from the row groups of the rows that were not given."""
+    origins = Origins(tmp_path / "origins")
+    files = tmp_path / "files"
+    files.mkdir()
+    for number in range(2):
+        table = pa.table({"i": range(200 * number, 200 * number + 200)})
+        parquet.write_table(table, files / f"{number}.parquet", row_group_size=25)
+    if kind == "ArrowDataset":
+        dataset, options = ArrowDataset(files, cache=tmp_path / "cache"), {"shuffle": True}
+    else:
+        dataset, options = ParquetStream(files, shuffle_buffer=60), {}
+
+    built, there = [], doomed.node_id
+
+    def collate(rows):
+        """The eleventh batch never comes from that node."""
+        built.append(default_collate(rows)["i"].tolist())
+        if len(built) > 10 and origin()[0] == there:
+            threading.Event().wait()
+        origins.note(built[-1][0])
+        return built[-1]
+
+    def batches(kind, **more):
+        torch.manual_seed(5)
+        return kind(dataset, 10, collate_fn=collate, **options, **more)
+
+    expected = list(batches(torch.utils.data.DataLoader))
+    built.clear()
+    origins.path.unlink()
+    iterator = iter(batches(DataLoader, num_workers=1, prefetch_factor=2, ray_remote_args=doomed.remote_args))
+    found = list(itertools.islice(iterator, 9))
+    doomed.remove(graceful=False)
+    assert found + list(iterator) == expected
+    places = [node_id for _, node_id, _ in origins.read()]
+    assert places[:10] == [there] * 10
+    assert set(places[10:]) == {nodes.away}
 
 
 def take(batches, origins, until):

@@ -265,6 +265,30 @@ def test_a_row_is_made_of_a_dict_as_libraries_do_that_map_over_samples():
     assert same(default_collate([doubled]), {"x": torch.tensor([2]), "t": ["aa"]})
 
 
+def test_a_row_is_copied_and_joined_as_a_dict_is():
+    table = pa.table({"x": [1], "l": [[1, 2]], "s": [{"a": 1}]})
+    for how in (lambda row: row.copy(), lambda row: row | {}):
+        row = ArrowDataset(table)[0]
+        other = how(row)
+        assert type(other) is Row
+        assert other == row
+        other["x"] = torch.tensor(7)
+        assert row["x"] == 1
+        assert other["s"] is row["s"]
+        assert same(default_collate([other])["l"], [torch.tensor([1, 2])])
+    row = ArrowDataset(table)[0]
+    assert dict(row | {"x": 5, "y": 6}) == {**row, "x": 5, "y": 6}
+    assert type({"x": 5} | row) is dict
+    assert {"x": 5, "y": 6} | row == {"y": 6, **row}
+    joined = row
+    joined |= {"y": 6}
+    assert joined is row
+    assert row["y"] == 6
+    for wrong in (lambda: row | 1, lambda: 1 | row, lambda: row | [("x", 1)]):
+        with pytest.raises(TypeError, match="unsupported operand type"):
+            wrong()
+
+
 def test_rows_of_different_datasets_are_stacked():
     one, other = (ArrowDataset(pa.table({"x": pa.array([k], kind)})) for k, kind in enumerate((pa.int64(), pa.int64())))
     (batch,) = TorchDataLoader(ConcatDataset([one, other]), 2)
@@ -528,6 +552,19 @@ def test_views_as_polars_exports_them():
     }
 
 
+@pytest.mark.parametrize("how", ["parquet", "file", "compressed", "stream"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_files_with_views_as_polars_writes_them(how, cached, tmp_path):
+    view = pa.string_view()
+    stored = {"t": pa.array(["a", None, "c" * 20]).cast(view), "l": pa.array([["d"], [], ["e"]], pa.list_(view))}
+    path = write(tmp_path / "x", how, pa.table(stored))
+    dataset = ArrowDataset(path, fill_null={"t": "-"}, cache=tmp_path / "cache" if cached else None)
+    expected = {"t": ["c" * 20, "-"], "l": [["e"], []]}
+    for there in (dataset, pickle.loads(pickle.dumps(dataset))):
+        assert default_collate(there.__getitems__([2, 1])) == expected
+    assert (tmp_path / "cache").exists() == cached
+
+
 def test_a_folder_without_files_is_an_error(tmp_path):
     (tmp_path / "x.csv").touch()
     with pytest.raises(FileNotFoundError, match=r"has no file that ends in \.arrow or "):
@@ -637,6 +674,24 @@ def test_a_full_disk_leaves_nothing_damaged(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+    assert list(cache.iterdir()) == []
+    assert len(ArrowDataset(path, cache=cache)) == 1000
+
+
+def test_a_device_that_is_full_is_an_error_that_names_file_and_folder(tmp_path, monkeypatch):
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+
+    def on_a_full_device(**names):
+        descriptor, name = make(**names)
+        os.close(descriptor)
+        return os.open("/dev/full", os.O_WRONLY), name
+
+    with monkeypatch.context() as patch:
+        make = arrow.tempfile.mkstemp
+        patch.setattr(arrow.tempfile, "mkstemp", on_a_full_device)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            ArrowDataset(path, cache=cache)
+    assert caught.value.__notes__ == [f"this was raised while {path} was converted into the cache folder {cache}"]
     assert list(cache.iterdir()) == []
     assert len(ArrowDataset(path, cache=cache)) == 1000
 

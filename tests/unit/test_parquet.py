@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 import rayloader
 from rayloader import ParquetStream, RayloaderError, StateError
 from rayloader.data import parquet as module
+from rayloader.data.footers import Footers
 from rayloader.data.shard_info import Reader
 from rayloader.plain_state import pack, unpack
 
@@ -275,11 +276,19 @@ def test_a_state_is_not_changed_by_going_on(folder):
     assert numbers(iterator) == rest
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_only_the_row_groups_that_are_needed_are_read_again(folder, monkeypatch):
+def noted_loads(monkeypatch):
+    """A list to which each row group is added that is read from now on."""
     loaded = []
     load = module._Files.load
-    monkeypatch.setattr(module._Files, "load", lambda files, group: loaded.append(int(group)) or load(files, group))
+    monkeypatch.setattr(
+        module._Files, "load", lambda files, group, *more: loaded.append(group) or load(files, group, *more)
+    )
+    return loaded
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_only_the_row_groups_that_are_needed_are_read_again(folder, monkeypatch):
+    loaded = noted_loads(monkeypatch)
     iterator = iter(ParquetStream(folder))
     numbers(itertools.islice(iterator, 80))
     state = iterator.state_dict()
@@ -325,6 +334,55 @@ def test_a_state_of_something_else_is_refused(folder, tmp_path):
             iter(other).load_state_dict(state)
     with Reader((1, 2)).reads(), pytest.raises(StateError, match=r"with part=\[0, 1\], and here it is \[1, 2\]"):
         iter(ParquetStream(folder)).load_state_dict(state)
+
+
+def test_a_state_whose_rows_the_filters_let_through_no_more_is_refused(tmp_path):
+    """The file has as many rows as before, and others: nothing but the rows themselves can tell."""
+
+    def stream():
+        return ParquetStream(tmp_path, filters=[("i", "<", 50)], shuffle_buffer=10)
+
+    write(tmp_path, [[30]])
+    iterator = iter(stream())
+    next(iterator)
+    state = iterator.state_dict()
+    table = pa.table({"i": range(30, 60), "t": ["text"] * 30}, SCHEMA)
+    parquet.write_table(table, tmp_path / "0.parquet")
+    with pytest.raises(
+        StateError, match=r"has row 29 of row group 0 of .*0\.parquet, and the filters let 20 rows of it through"
+    ):
+        iter(stream()).load_state_dict(state)
+
+
+READERS = [
+    {},
+    {"shuffle_buffer": 4},
+    {"shuffle_buffer": 15},
+    {"shuffle_buffer": 15, "batch_size": 4},
+    {"shuffle_buffer": 9, "equal_steps": "pad"},
+]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("arguments", READERS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_resuming_reads_no_row_group_before_the_position_but_those_of_rows_that_were_not_given(
+    folder, arguments, count, monkeypatch
+):
+    loaded = noted_loads(monkeypatch)
+    with Reader((count - 1, count)).reads():
+        iterator = iter(ParquetStream(folder, **arguments))
+        pieces = [group for group, _, _ in iterator._pieces]
+        for _ in iter(lambda: next(iterator, None), None):
+            state = iterator.state_dict()
+            resumed = iter(ParquetStream(folder, **arguments))
+            loaded.clear()
+            resumed.load_state_dict(state)
+            kept = sorted({row[0] for row in [*state["coming"].tolist(), *state["buffer"].tolist()]})
+            assert loaded == kept
+            list(resumed)
+            to_come = pieces[state["piece"] :]
+            assert loaded[len(kept) :] == to_come[1 if to_come and to_come[0] in kept else 0 :]
 
 
 # ---- errors while it reads
@@ -514,6 +572,22 @@ def test_an_epoch_that_is_none_is_an_error(folder):
         ParquetStream(folder).set_epoch(1.5)
 
 
+def test_a_loader_that_skips_is_refused_with_equal_steps(folder):
+    with pytest.raises(ValueError, match=r"on_error=\"skip\" leaves out rows .* got equal_steps='cut'"):
+        rayloader.DataLoader(ParquetStream(folder, equal_steps="cut"), on_error="skip")
+    rayloader.DataLoader(ParquetStream(folder), on_error="skip")
+
+
+def test_views_of_text_become_text(tmp_path):
+    table = pa.table({"i": [0, 1, 2], "t": pa.array(["a", "b" * 20, "c"]).cast(pa.string_view())})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    parquet.write_table(table.slice(1), tmp_path / "y.parquet")
+    stream = ParquetStream(tmp_path, filters=[("i", "<", 2)], shuffle_buffer=2)
+    assert sorted(row["t"] for row in stream) == ["a", *["b" * 20] * 2]
+    with pytest.raises(ValueError, match="filters do not fit the columns i, t of"):  # pyarrow cannot compare views
+        ParquetStream(tmp_path, filters=[("t", "!=", "c")])
+
+
 def test_files_without_rows(tmp_path):
     parquet.write_table(pa.table({"i": pa.array([], pa.int64())}), tmp_path / "x.parquet")
     assert list(ParquetStream(tmp_path)) == list(ParquetStream(tmp_path, shuffle_buffer=3, batch_size=2)) == []
@@ -537,3 +611,48 @@ def test_small_row_groups_make_large_blocks_for_a_shuffle_buffer(tmp_path, monke
     reading._block = lambda: blocks.append(block()) or blocks[-1]
     assert sorted(row["x"].item() for row in reading) == list(range(1000))
     assert [sum(part.table.num_rows for part in parts) for parts in blocks if parts] == [200] * 5
+
+
+# ---- footers
+
+
+def kept(footers):
+    """The names of the files whose footers are kept, the one that was used last at the end."""
+    return [os.path.basename(path) for path in footers._kept]
+
+
+def test_a_footer_is_parsed_once_for_all_row_groups_of_a_file(folder):
+    footers = Footers(fs.LocalFileSystem())
+    path = f"{folder}/2.parquet"
+    assert [footers.row_group(path, number).to_table().num_rows for number in range(5)] == GROUPS[2]
+    file = footers._kept[path].file
+    footers.row_group(path, 0)
+    assert footers._kept[path].file is file
+
+
+def test_footers_are_kept_within_their_bytes(folder, monkeypatch):
+    sizes = [parquet.read_metadata(folder / f"{number}.parquet").serialized_size for number in range(3)]
+    monkeypatch.setattr("rayloader.data.footers._KEPT_BYTES", sizes[0])
+    footers, seen = Footers(fs.LocalFileSystem()), []
+    for number in (0, 2, 0, 1, 0):
+        footers.row_group(f"{folder}/{number}.parquet", 0)
+        seen.append(kept(footers))
+    first, second, third = "0.parquet", "1.parquet", "2.parquet"
+    assert sizes[1] < sizes[0] < sizes[2]
+    assert seen == [[first], [first, third], [first], [first, second], [second, first]]
+    monkeypatch.setattr("rayloader.data.footers._KEPT_BYTES", 0)
+    footers.row_group(f"{folder}/2.parquet", 0)
+    assert kept(footers) == [third]
+
+
+def test_a_file_that_is_replaced_is_read_as_it_is_now(tmp_path):
+    """With row groups of the same rows at other places, which the old footer would not have found."""
+    iterator = iter(ParquetStream(write(tmp_path, [[20] * 5])))
+    assert numbers(itertools.islice(iterator, 10)) == list(range(10))
+    (tmp_path / "new").mkdir()
+    table = pa.table({"i": range(1000, 1100), "t": ["text"] * 100}, SCHEMA)
+    parquet.write_table(table, tmp_path / "new" / "0.parquet", row_group_size=20, compression="zstd")
+    os.replace(tmp_path / "new" / "0.parquet", tmp_path / "0.parquet")
+    rest = numbers(iterator)  # the next row group may have been read ahead
+    assert rest[:10] == list(range(10, 20))
+    assert rest[30:] == list(range(1040, 1100))

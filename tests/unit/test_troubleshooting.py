@@ -487,6 +487,7 @@ TESTS = {
         "test_files_that_differ_are_an_error_that_names_column_and_file": ["all files must have"],
         "test_what_is_no_such_file_is_named": ["a file of an ArrowDataset must be"],
         "test_a_truncated_file_is_named": ["... cannot be read, it is damaged"],
+        "test_a_device_that_is_full_is_an_error_that_names_file_and_folder": ["this was raised while"],
         "test_a_mapped_file_that_is_gone_or_another_is_an_error": [
             "this process cannot open",
             "..., a file of an ArrowDataset, has",
@@ -513,6 +514,8 @@ TESTS = {
             "this is not a state of a ParquetStream's",
             "the state of a ParquetStream was",
         ],
+        "test_a_state_whose_rows_the_filters_let_through_no_more_is_refused": ["the state of a ParquetStream has"],
+        "test_a_loader_that_skips_is_refused_with_equal_steps": ['on_error="skip" leaves out rows'],
     },
     "unit/test_shard_info.py": {
         "test_a_loader_that_does_not_know_its_rank_is_an_error": ["get_shard_info() was called"],

@@ -1,0 +1,109 @@
+"""`ParquetStream` over S3 and GCS, as servers on this machine have them, of packages that `make test-full` installs."""
+
+import datetime
+import itertools
+import logging
+import socket
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+from pyarrow import fs, parquet
+from torch.utils.data import DataLoader as TorchDataLoader
+
+import rayloader
+from rayloader import DataLoader, ParquetStream
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.usefixtures("ray_session"),
+    pytest.mark.filterwarnings("default"),  # what the servers' packages warn of is their own matter
+]
+ROWS = 300
+HERE = "127.0.0.1"
+
+
+def s3():
+    """A server that has been started, and how it is reached."""
+    moto = pytest.importorskip("moto.server", reason="there is no server of S3: pip install moto[server]")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer(HERE, 0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    options = {"endpoint_override": f"{HERE}:{port}", "scheme": "http", "region": "us-east-1"}
+    return SimpleNamespace(
+        stop=server.stop,
+        filesystem=lambda: fs.S3FileSystem(
+            access_key="name", secret_key="secret", allow_bucket_creation=True, **options
+        ),
+        uri=f"s3://name:secret@{{}}?endpoint_override={HERE}%3A{port}&scheme=http&region=us-east-1",
+    )
+
+
+def gcs():
+    """The same."""
+    emulator = pytest.importorskip(
+        "gcp_storage_emulator.server", reason="there is no server of GCS: pip install gcp-storage-emulator"
+    )
+    with socket.create_server((HERE, 0)) as free:
+        _, port = free.getsockname()
+    server = emulator.create_server(HERE, port, in_memory=True)
+    server.start()
+    options = {"endpoint_override": f"{HERE}:{port}", "scheme": "http"}
+    patience = datetime.timedelta(seconds=30)  # then what the server does not know is an error
+    return SimpleNamespace(
+        stop=server.stop,
+        filesystem=lambda: fs.GcsFileSystem(anonymous=True, project_id="p", retry_time_limit=patience, **options),
+        uri=f"gs://anonymous@{{}}?endpoint_override={HERE}%3A{port}&scheme=http&retry_limit_seconds=30",
+    )
+
+
+@pytest.fixture(scope="module", params=[s3, gcs], ids=["S3", "GCS"])
+def cloud(request):
+    """A server with three files of five row groups each."""
+    server = request.param()
+    try:
+        filesystem = server.filesystem()
+        filesystem.create_dir("bucket")
+        for number in range(3):
+            table = pa.table({"i": range(100 * number, 100 * number + 100)})
+            parquet.write_table(table, f"bucket/data/{number}.parquet", row_group_size=20, filesystem=filesystem)
+        yield server
+    finally:
+        server.stop()
+
+
+def numbers(batches):
+    return [batch["i"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("workers", ["fork", "ray"])
+def test_a_uri_is_read_and_an_epoch_continued(cloud, workers):
+    def stream():
+        return ParquetStream(cloud.uri.format("bucket/data"), shuffle_buffer=10)
+
+    options = {"num_workers": 2, "workers": workers}
+    loader = DataLoader(stream(), 16, **options)
+    iterator = iter(loader)
+    head = numbers(itertools.islice(iterator, 4))
+    state = loader.state_dict()
+    rest = numbers(iterator)
+    assert sorted(itertools.chain(*head, *rest)) == list(range(ROWS))
+    assert head + rest == numbers(TorchDataLoader(stream(), 16, num_workers=2))
+    resumed = DataLoader(stream(), 16, **options)
+    resumed.load_state_dict(state)
+    assert numbers(resumed) == rest
+
+
+def test_a_filesystem_that_was_used_needs_actors(cloud):
+    stream = ParquetStream("bucket/data", filesystem=cloud.filesystem())
+    batches = numbers(DataLoader(stream, 16, num_workers=2, workers="ray"))
+    assert sorted(itertools.chain(*batches)) == list(range(ROWS))
+    with pytest.raises(rayloader.RayloaderError, match='does not survive a fork; use workers="ray"'):
+        next(iter(DataLoader(stream, 16, num_workers=2, workers="fork")))
+
+
+def test_a_file_that_is_not_there_comes_with_the_first_batch(cloud):
+    stream = ParquetStream(cloud.uri.format("bucket/lost"))
+    with pytest.raises(FileNotFoundError, match="there is no file or folder bucket/lost for a ParquetStream"):
+        next(iter(DataLoader(stream, 16, num_workers=1, workers="fork")))
