@@ -187,17 +187,18 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         return self._read % _READ == 1
 
     def _look(self) -> None:
-        """Begins again in another process, or if the program has set an attribute of the dataset."""
+        """After a read: begins again in another process, or if the program has set an attribute of the dataset."""
         now = _attributes_of(self.dataset)
         is_same = len(now) == len(self._attributes) and all(map(operator.is_, now, self._attributes))
-        if self._pid != os.getpid() or not is_same:
+        if self._pid != self._store.pid or not is_same:
             self._begin()
 
     def _begin(self) -> None:
         """As in a process that was forked, or has just got the dataset."""
-        self._pid = os.getpid()
+        self._pid = self._store.pid
         self._built = self._read = 0  # samples
         self._generators: list[Any] = []  # that building could draw from
+        self._state: RandomState | None = None  # of generators, when a sample was last built
         self._attributes = _attributes_of(self.dataset)
 
     def _number(self, index: int) -> int:
@@ -253,7 +254,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         if self._built <= _FIRST_BUILT:  # some are created with the first sample
             found = search({"dataset": self.dataset}, [*own_modules(main=True), *_main_of(self.dataset)])
             self._generators = generators = [one.generator for one in found]
-        before = RandomState.capture(generators)
+        before = self._state = RandomState.capture(generators, self._state)
         samples: Any = None
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
             samples = self.dataset.__getitems__(numbers)

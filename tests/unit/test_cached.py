@@ -513,6 +513,37 @@ def test_a_full_disk_ends_the_cache_and_no_more(tmp_path, monkeypatch):
         cached(Numbers(labelled), where=tmp_path / "other")
 
 
+def test_a_sample_that_can_t_be_written_ends_the_cache_and_no_more(where, monkeypatch, caplog):
+    """As in a folder in memory of limited size."""
+    kept = cached(Numbers(labelled), where=where)
+    assert same(kept[0], labelled(0))
+
+    def refused(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "pwritev", refused)
+    for _ in range(2):
+        assert all(same(kept[i], labelled(i)) for i in range(20))
+    assert (kept.stats().full, kept.stats().present) == (True, 1)
+    assert caplog.text.count("is full with 1 of 20 samples") == 1
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_records_that_the_kernel_writes_in_pieces_are_whole(where, most, monkeypatch):
+    write = os.pwritev
+
+    def some(fd, parts, at):
+        for part in filter(None, parts):
+            return write(fd, [part[:most]], at)
+        return 0
+
+    monkeypatch.setattr(os, "pwritev", some)
+    monkeypatch.setattr(sample_store, "_PARTS", 2)
+    kept = cached(Numbers(KINDS["tensors"]), where=where)
+    for _ in range(2):
+        assert all(same(kept[i], KINDS["tensors"](i)) for i in range(20))
+
+
 def test_a_limit_of_the_size_of_files_is_like_a_full_disk(tmp_path):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -535,6 +566,7 @@ def test_a_copy_leaves_a_full_cache_full(where, monkeypatch, caplog):
         allocate(fd, start, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", only_the_tables)
+    monkeypatch.setattr(sample_store, "available", lambda: 0)
     for cache in (kept, another(kept), another(kept)):
         assert [same(cache[i], KINDS["large"](i)) for i in range(20)] == [True] * 20
     assert kept.stats().full
@@ -643,14 +675,12 @@ def test_a_writer_that_is_killed_leaves_nothing_half(where, monkeypatch):
     kept = cached(Numbers(KINDS["large"]), where=where)
     kept[0]
 
-    class Killed:
-        size, unpack_from = sample_store._RECORD.size, sample_store._RECORD.unpack_from
-
-        def pack_into(*_):  # the record is there, except for its first bytes
-            os.kill(os.getpid(), signal.SIGKILL)
+    def killed(fd, parts, at):  # only the first bytes of the record are there
+        os.pwrite(fd, parts[0], at)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def work():
-        monkeypatch.setattr(sample_store, "_RECORD", Killed)
+        monkeypatch.setattr(os, "pwritev", killed)
         kept[1]
 
     assert in_fork(work) == -signal.SIGKILL
