@@ -32,21 +32,22 @@ from rayloader.transport.raw import memory
 _OF_THE_SOURCE = {"__firstlineno__", "__doc__", "__dict__", "__weakref__"}
 
 
-def fingerprint_of(dataset: Any, given: str | Iterable[str | os.PathLike[str]] | None) -> bytes:
+def fingerprint_of(dataset: Any, given: Any) -> bytes:
     """The fingerprint of a dataset.
 
     Args:
         dataset: it.
-        given: a text that stands for everything; or paths of files, which are added.
+        given: a text that stands for everything; or paths of files or one `Path`, which are added; None.
 
     Raises:
-        TypeError: the dataset can't be described.
+        TypeError: the dataset can't be described, or what was given is something else.
         OSError: a file is not there.
     """
     described = hashlib.sha256()
     if isinstance(given, str):
         described.update(given.encode())
         return described.digest()
+    paths = _paths_in(given)
     try:
         _Describing(described, {}).dump(dataset)
     except Exception as error:  # whatever an object's pickling raises
@@ -54,10 +55,22 @@ def fingerprint_of(dataset: Any, given: str | Iterable[str | os.PathLike[str]] |
             f"the dataset can't be described for a cache in a folder: {type(error).__name__}: {error}; pass "
             "fingerprint='a text that you change whenever the samples change'"
         ) from error
-    for path in given or ():
+    for path in paths:
         status = os.stat(path)
         described.update(repr((os.fspath(path), status.st_size, status.st_mtime_ns)).encode())
     return described.digest()
+
+
+def _paths_in(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, os.PathLike):
+        return [given]
+    if isinstance(given, Iterable) and not isinstance(given, (bytes, bytearray)):
+        paths = list(given)
+        if all(isinstance(path, (str, bytes, os.PathLike)) for path in paths):
+            return paths
+    raise TypeError(f"fingerprint= must be a text, or paths of files, got {given!r}")
 
 
 def content_of(sample: Any) -> bytes:
