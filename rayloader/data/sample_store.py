@@ -40,7 +40,7 @@ from rayloader.transport import codec
 from rayloader.transport.memory_file import available, map_private
 from rayloader.transport.raw import new_memory
 
-FORMAT = 0x7261_796C_6F61_6401  # of the file, with its version in the last byte
+FORMAT = 0x7261_796C_6F61_6402  # of the file, with its version in the last byte
 ABSENT = object()  # instead of a sample
 _T = TypeVar("_T")
 
