@@ -20,11 +20,13 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from rayloader.data.fingerprint import WithoutContent, content_of, fingerprint_of
@@ -52,6 +54,10 @@ _MOST = 1 << 62  # bytes; a file can't be larger
 _FIRST_BUILT, _BUILT = 2, 128
 # Of those that it reads, the first and then one in so many are built too.
 _READ = 1024
+_OR_A_THREAD = (
+    ". Or another thread of this process has drawn from it meanwhile: let that one use a generator of its own, or "
+    "build the samples in workers"
+)
 _TURN_S = 0.01  # between looks at whether another process has made the node's file
 
 
@@ -70,7 +76,7 @@ def cached(
     max_bytes: int | str = "20GB",
     where: str | os.PathLike[str] = "memory",
     *,
-    fingerprint: str | Iterable[str | os.PathLike[str]] | None = None,
+    fingerprint: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
 ) -> CachedDataset[_T]:
     """The same dataset, of which each sample is built once per node, and then read.
 
@@ -94,8 +100,9 @@ def cached(
             runs find the samples again, each node by itself, and which the ranks of a machine share; `/dev/shm` is one
             in memory.
         fingerprint: for a folder: what the samples depend on, besides the dataset's own attributes and the code of its
-            classes and functions, which always count: the paths of the files that they are built from, of which size
-            and time of modification count. Or a text that stands for everything: samples of another one are not used.
+            classes and functions, which always count: the paths of the files that they are built from, or one
+            `pathlib.Path`, of which size and time of modification count. Or a text that stands for everything: samples
+            of another one are not used.
 
     Raises:
         TypeError: it is not a map-style dataset, or can't be described for a folder.
@@ -117,14 +124,16 @@ def cached(
     try:
         file = MemoryFile(f"cache-{secrets.token_hex(8)}", size_of(count, limit))
     except MemoryFileError as error:
-        raise CacheError(f"there is no room for a cache of {count} samples: {error}") from error
+        raise CacheError(f"there is no room for a cache of {count} samples: {error}; {_InMemory.remedy}") from error
     return CachedDataset(dataset, _InMemory(file.address, file), count, limit)
 
 
-def _bytes_of(size: int | str) -> int:
+def _bytes_of(size: Any) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
     if match is not None and match[2] in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(size, np.integer):
+        size = int(size)
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < _MOST:
         raise ValueError(f"max_bytes must be a whole number of bytes >= 1, or such as '500MB' or '20GiB', got {size!r}")
     return size
@@ -143,7 +152,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         try:
             self._store = place.open(count, max_bytes)
         except (OSError, ValueError) as error:
-            raise CacheError(f"the cache {place} can't be used: {error}; name another folder, or make room") from error
+            raise CacheError(f"the cache {place} can't be used: {error}; {place.remedy}") from error
         self._begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -187,17 +196,18 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         return self._read % _READ == 1
 
     def _look(self) -> None:
-        """Begins again in another process, or if the program has set an attribute of the dataset."""
+        """After a read: begins again in another process, or if the program has set an attribute of the dataset."""
         now = _attributes_of(self.dataset)
         is_same = len(now) == len(self._attributes) and all(map(operator.is_, now, self._attributes))
-        if self._pid != os.getpid() or not is_same:
+        if self._pid != self._store.pid or not is_same:
             self._begin()
 
     def _begin(self) -> None:
         """As in a process that was forked, or has just got the dataset."""
-        self._pid = os.getpid()
+        self._pid = self._store.pid
         self._built = self._read = 0  # samples
         self._generators: list[Any] = []  # that building could draw from
+        self._state: RandomState | None = None  # of generators, when a sample was last built
         self._attributes = _attributes_of(self.dataset)
 
     def _number(self, index: int) -> int:
@@ -253,7 +263,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         if self._built <= _FIRST_BUILT:  # some are created with the first sample
             found = search({"dataset": self.dataset}, [*own_modules(main=True), *_main_of(self.dataset)])
             self._generators = generators = [one.generator for one in found]
-        before = RandomState.capture(generators)
+        before = self._state = RandomState.capture(generators, self._state)
         samples: Any = None
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
             samples = self.dataset.__getitems__(numbers)
@@ -272,7 +282,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
             raise CacheError(
                 f"{which} of the cached {type(self.dataset).__name__} draws from a random generator, so that it is "
                 "another one each time; cache what comes before the random part, and apply that to the samples of the "
-                "cache"
+                f"cache{_OR_A_THREAD if threading.active_count() > 1 else ''}"
             )
         return samples  # type: ignore[no-any-return]
 
@@ -310,6 +320,8 @@ _here: dict[str, MemoryFile] = {}  # of caches of other nodes, by name; they liv
 
 class _InMemory(WithoutContent):
     """Where a cache in memory is: in a file of the process that made it, or in one of this node."""
+
+    remedy = "raise this process's limits of memory and open files (ulimit), make room, or lower max_bytes"
 
     def __init__(self, address: FileAddress, file: MemoryFile | None = None) -> None:
         self._address, self._file = address, file
@@ -370,6 +382,8 @@ def _found(prefix: str) -> MemoryFile | None:
 
 class _InFolder(WithoutContent):
     """Where a cache in a folder is."""
+
+    remedy = "name another folder, make room, or raise this process's limits of memory and open files (ulimit)"
 
     def __init__(self, folder: Path, identity: bytes, *, again: bool = False) -> None:
         self._folder, self._identity, self._again = folder, identity, again

@@ -41,21 +41,22 @@ _OBJECTS = 50_000  # in one description
 _BLOCK, _BLOCKS = 4096, 16  # bytes of a file that are read together, and how often; up to twice as often
 
 
-def fingerprint_of(dataset: Any, given: str | Iterable[str | os.PathLike[str]] | None) -> bytes:
+def fingerprint_of(dataset: Any, given: Any) -> bytes:
     """The fingerprint of a dataset.
 
     Args:
         dataset: it.
-        given: a text that stands for everything; or paths of files, which are added.
+        given: a text that stands for everything; or paths of files or one `Path`, which are added; None.
 
     Raises:
-        TypeError: the dataset can't be described.
+        TypeError: the dataset can't be described, or what was given is something else.
         OSError: a file is not there.
     """
     described = hashlib.sha256()
     if isinstance(given, str):
         described.update(given.encode())
         return described.digest()
+    paths = _paths_in(given)
     try:
         _Describing(described, {}).dump(dataset)
     except Exception as error:  # whatever an object's pickling raises
@@ -63,7 +64,7 @@ def fingerprint_of(dataset: Any, given: str | Iterable[str | os.PathLike[str]] |
             f"the dataset can't be described for a cache in a folder: {type(error).__name__}: {error}; pass "
             "fingerprint='a text that you change whenever the samples change'"
         ) from error
-    for path in given or ():
+    for path in paths:
         status = os.stat(path)
         described.update(repr((os.fspath(path), status.st_size, status.st_mtime_ns)).encode())
     return described.digest()
@@ -133,6 +134,18 @@ def _sketch_of_files(value: Any) -> str:
 def _sample(items: Any) -> list[Any]:
     """Some of a collection's items, from all over it."""
     return [*itertools.islice(items, 0, None, max(1, len(items) // _ITEMS))]
+
+
+def _paths_in(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, os.PathLike):
+        return [given]
+    if isinstance(given, Iterable) and not isinstance(given, (bytes, bytearray)):
+        paths = list(given)
+        if all(isinstance(path, (str, bytes, os.PathLike)) for path in paths):
+            return paths
+    raise TypeError(f"fingerprint= must be a text, or paths of files, got {given!r}")
 
 
 def content_of(sample: Any) -> bytes:

@@ -1,8 +1,9 @@
 """The shared file of a cache: samples that one process has written once, and that all processes of a node read.
 
 Promise: a read takes no lock, and sees a whole sample or none, also when its writer was killed in the middle. What is
-read is private: whoever writes to it changes nobody else's. Room is allocated before it is written to, so that a full
-disk or too little memory is an answer, and no crash. Without Ray; any thread and any fork may call.
+read is private: whoever writes to it changes nobody else's. What is written through a mapping was allocated before,
+and records are written without one, so that a full disk or too little memory is an answer, and no crash. Without Ray;
+any thread and any fork may call.
 
 The file is a header, a count of hits for each process that has opened it, an index with the offset of each sample, and
 the records of the samples. It is sparse: it takes the room of what was written.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 import struct
@@ -38,7 +40,7 @@ from rayloader.transport import codec
 from rayloader.transport.memory_file import available, map_private
 from rayloader.transport.raw import new_memory
 
-FORMAT = 0x7261_796C_6F61_6401  # of the file, with its version in the last byte
+FORMAT = 0x7261_796C_6F61_6402  # of the file, with its version in the last byte
 ABSENT = object()  # instead of a sample
 _T = TypeVar("_T")
 
@@ -53,6 +55,7 @@ _ALIGN = 64  # bytes; as the codec's spans
 _CHUNK = 1 << 24  # bytes that are allocated at a time
 _SPARE = 1 << 29  # bytes of memory that a cache leaves free
 _MAPPED = 1 << 20  # bytes; larger records are mapped, because copying them costs more
+_PARTS = 1024  # that the kernel writes at once
 
 
 def _aligned(nbytes: int, unit: int = _ALIGN) -> int:
@@ -158,6 +161,11 @@ class SampleStore:
 
     # ---- each process, forks included, has a lock and a count of its own
 
+    @property
+    def pid(self) -> int:
+        """The process that has read or written last."""
+        return self._lock.pid
+
     def _alone(self, work: Callable[[], _T]) -> _T:
         """Does it, in one thread of one process at a time."""
         if self._lock.pid != os.getpid():
@@ -173,6 +181,8 @@ class SampleStore:
 
     def read(self, number: int) -> Any:
         """A sample, in memory of its own; ABSENT if it is not there."""
+        if self._lock.pid != os.getpid():
+            self._alone(self._take_slot)
         entry = self._index[number]
         if entry & _DOUBTFUL:
             entry = self._examined(number, entry & ~_DOUBTFUL)
@@ -190,7 +200,7 @@ class SampleStore:
             buffers.append(view[start : start + size])
             start += size
         sample = codec.decode(view[_RECORD.size + 8 * count : _RECORD.size + 8 * count + skeleton], buffers)
-        if (slot := self._lock.slot) is None or self._lock.pid != os.getpid():
+        if (slot := self._lock.slot) is None:
             slot = self._alone(self._take_slot)
         self._hits[slot] += 1
         return sample
@@ -214,7 +224,8 @@ class SampleStore:
         if entry + _RECORD.size <= len(self._bytes):
             nbytes, of, *_, checksum = _RECORD.unpack_from(self._bytes, entry)
             is_inside = _RECORD.size <= nbytes <= len(self._bytes) - entry
-            if of == number and is_inside and _checksum(self._bytes[entry : entry + nbytes]) == checksum:
+            record = self._bytes[entry : entry + nbytes]
+            if of == number and is_inside and checksum == _checksum(record[: _RECORD.size - 8], record[_RECORD.size :]):
                 self._index[number] = entry
                 return entry
 
@@ -237,23 +248,20 @@ class SampleStore:
         """
         encoded = codec.encode(sample, known_classes=True)
         sizes = [buffer.nbytes for buffer in encoded.buffers]
-        starts = [_RECORD.size + 8 * len(sizes) + len(encoded.skeleton)]
-        for size in sizes:
-            starts[-1] = _aligned(starts[-1])
-            starts.append(starts[-1] + size)
-        nbytes = starts[-1]
+        parts: list[bytes | memoryview] = [struct.pack(f"<{len(sizes)}Q", *sizes) + encoded.skeleton]
+        nbytes = _RECORD.size + len(parts[0])
+        for buffer in encoded.buffers:
+            parts += bytes(-nbytes % _ALIGN), buffer
+            nbytes = _aligned(nbytes) + buffer.nbytes
         at, is_first = self._alone(lambda: self._reserve(number, _aligned(nbytes)))
-        if not at or not self._reaches(at + nbytes):
+        if not at:
             return is_first
-        record = self._bytes[at : at + nbytes]
-        head = struct.pack(f"<{len(sizes)}Q", *sizes) + encoded.skeleton
-        record[_RECORD.size : _RECORD.size + len(head)] = head
-        for start, buffer in zip(starts, encoded.buffers, strict=False):
-            record[start : start + buffer.nbytes] = buffer
         fields = nbytes, number, len(encoded.skeleton), len(sizes)
-        _RECORD.pack_into(record, 0, *fields, 0)
-        if not self._in_memory:
-            _RECORD.pack_into(record, 0, *fields, _checksum(record))
+        checksum = 0 if self._in_memory else _checksum(_RECORD.pack(*fields, 0)[:-8], *parts)
+        try:
+            _write([_RECORD.pack(*fields, checksum), *parts], self._fd, at)
+        except OSError:  # such as a limit that is newer than the allocation
+            return self._alone(self._end_at_used)
 
         def publish() -> None:
             if not self._index[number]:
@@ -273,13 +281,24 @@ class SampleStore:
             return 0, False
         at = self._header[_USED]
         if not self._has_room(at + nbytes):
-            was_full, self._header[_FULL] = self._header[_FULL], 1
-            return 0, not was_full
+            return 0, self._is_first_to_fill()
         self._header[_USED] = at + nbytes
         return at, False
 
+    def _end_at_used(self) -> bool:
+        """Keeps no more samples, because one can't be written."""
+        self._header[_END] = self._header[_USED]
+        return self._is_first_to_fill()
+
+    def _is_first_to_fill(self) -> bool:
+        was_full, self._header[_FULL] = self._header[_FULL], 1
+        return not was_full
+
     def _has_room(self, end: int) -> bool:
-        """Allocates what is missing up to there; what can't be had is not asked for again."""
+        """Allocates what is missing up to there; what can't be had is not asked for again.
+
+        Memory is only looked for: it would be filled with zeros, which takes as long as writing the samples.
+        """
         if end > self._header[_END]:
             return False
         allocated = self._header[_ALLOCATED]
@@ -289,7 +308,8 @@ class SampleStore:
         try:
             if self._in_memory and (free := available()) is not None and free < more + _SPARE:
                 raise OSError("too little memory")
-            os.posix_fallocate(self._fd, allocated, more)
+            if not self._in_memory:
+                os.posix_fallocate(self._fd, allocated, more)
         except OSError:  # also a full disk, or a limit on the size of files
             self._header[_END] = allocated
             return False
@@ -341,9 +361,26 @@ class _Lock:
             close(self._own)
 
 
-def _checksum(record: memoryview) -> int:
-    """Of all but the checksum itself."""
-    return zlib.crc32(record[_RECORD.size :], zlib.crc32(record[: _RECORD.size - 8]))
+def _checksum(*parts: bytes | memoryview) -> int:
+    """Of all of a record but the checksum itself."""
+    return functools.reduce(lambda checksum, part: zlib.crc32(part, checksum), parts, 0)
+
+
+def _write(parts: list[bytes | memoryview], fd: int, at: int) -> None:
+    """Writes parts one after the other. Through a mapping, each new page would be a fault, which costs more.
+
+    Raises:
+        OSError: they can't be written.
+    """
+    first = 0
+    while first < len(parts):
+        written = os.pwritev(fd, parts[first : first + _PARTS], at)
+        at += written
+        while first < len(parts) and written >= len(parts[first]):
+            written -= len(parts[first])
+            first += 1
+        if written:  # the kernel takes at most two gigabytes at once
+            parts[first] = memoryview(parts[first])[written:]
 
 
 def _boot() -> bytes:

@@ -20,11 +20,12 @@ are assembled when they are read have the addresses -1, -2, ...
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,17 @@ class ImageAddress:
         return self.files[-1].name
 
 
+@contextlib.contextmanager
+def _mapped(fd: int) -> Iterator[int]:
+    """Closes a file whose mappings have been made; raises a ReplicaError where that has failed."""
+    try:
+        yield fd
+    except OSError as error:
+        raise ReplicaError(f"can't map the dataset: {error}") from error
+    finally:
+        os.close(fd)
+
+
 def open_image(
     address: ImageAddress, *, here: bool = True, contents: Sequence[Buffer] | None = None
 ) -> tuple[memoryview, list[memoryview | torch.UntypedStorage]]:
@@ -115,26 +127,16 @@ def open_image(
         part = whole[start : start + size]
         if number >= len(address.files):
             region = address.regions[number - len(address.files)]
-            fd = open_region(region, here=here)
-            try:
+            with _mapped(open_region(region, here=here)) as fd:
                 if (storage := open_storage(region, fd)) is not None:
                     storages[number] = storage
                 else:
                     writable = region.writable or not region.shared
                     shared = region.shared
                     map_over(fd, base + start, region.nbytes, region.offset, shared=shared, writable=writable)
-            except OSError as error:
-                raise ReplicaError(f"can't map the dataset: {error}") from error
-            finally:
-                os.close(fd)
         elif contents is None:
-            fd = open_file(address.files[number], writable=False)
-            try:
+            with _mapped(open_file(address.files[number], writable=False)) as fd:
                 map_over(fd, base + start, size, 0, shared=False, writable=True)
-            except OSError as error:
-                raise ReplicaError(f"can't map the dataset: {error}") from error
-            finally:
-                os.close(fd)
         else:
             part[:] = memoryview(contents[number]).cast("B")
         parts.append(part)

@@ -20,7 +20,8 @@ carry absolute offsets, and the spans' starts follow at the end of the skeleton,
 
 NOTE [Plain batches]. Most batches are a dense contiguous tensor, or a tuple, list or dict of some, each with a storage
 of its own, and are like the batch before. Pickling them costs more than all the rest of their transport, so their
-skeleton only describes the parts, and both ends remember the skeletons that they met last.
+skeleton only describes the parts, and both ends remember the skeletons that they met last. Samples often hold a few
+values beside tensors, such as a label: these differ each time, and follow such a skeleton in a pickle of their own.
 """
 
 from __future__ import annotations
@@ -60,13 +61,15 @@ if TYPE_CHECKING:
     from rayloader.transport.mapped import Mappings
 
 _LENGTH = 4  # bytes of the header's length
+_VALUES_AT = 1 + _LENGTH  # where the description of the parts begins in a skeleton with values, after its length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span remain whole numbers
 
 _NO_BUFFERS = pickle.dumps(([], [], [], [], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _NOTHING_SPECIAL = Special()
 _INDICES = {int, type(None)}  # an iterable dataset's are None
-PLAIN = 0  # first byte of the skeleton of a plain batch; a pickle begins with another one
+PLAIN, _LABELLED = 0, 1  # first byte of the skeleton of a plain batch, and of one with values; a pickle's is another
+_PLAIN_PARTS = {Tensor, int, float, bool, str, bytes, type(None)}
 _KINDS: tuple[type, ...] = (Tensor, tuple, list, dict)
 _CACHED = 64  # skeletons
 _MOST_DIMENSIONS = 32  # of a NumPy array, in any version
@@ -235,6 +238,10 @@ def decode(
     tail = memoryview(skeleton)
     if tail[0] == PLAIN:
         return _decode_plain(bytes(skeleton), buffers)  # type: ignore[arg-type] # of a batch: no storages
+    if tail[0] == _LABELLED:
+        end = _VALUES_AT + int.from_bytes(tail[1:_VALUES_AT], "little")
+        values = pickle.loads(tail[end:])
+        return _decode_plain(bytes(tail[_VALUES_AT:end]), buffers, values)  # type: ignore[arg-type]
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
     header = _header_of(tail)
@@ -307,21 +314,25 @@ def _encode_plain(obj: Any, fresh: Mapping[int, Fresh]) -> tuple[bytes, list[mem
     kind = type(obj)
     names: tuple[str, ...] = ()
     if kind is Tensor:
-        tensors: tuple[Any, ...] = (obj,)
+        parts: tuple[Any, ...] = (obj,)
     elif kind is dict:
-        names, tensors = tuple(obj), tuple(obj.values())
+        names, parts = tuple(obj), tuple(obj.values())
         if set(map(type, names)) != {str}:
             return None
     elif kind is tuple or kind is list:
-        tensors = tuple(obj)
+        parts = tuple(obj)
     else:
         return None
-    if set(map(type, tensors)) != {Tensor}:
+    kinds = set(map(type, parts))
+    if Tensor not in kinds or not kinds <= _PLAIN_PARTS:
         return None
-    specs: list[_Spec] = []
+    specs: list[_Spec | None] = []
     buffers = []
     addresses = set()  # of the storages
-    for tensor in tensors:
+    for tensor in parts:
+        if type(tensor) is not Tensor:
+            specs.append(None)
+            continue
         dtype = tensor.dtype
         if (made := fresh.get(id(tensor))) is not None:
             buffers.append(made.memory)
@@ -339,14 +350,21 @@ def _encode_plain(obj: Any, fresh: Mapping[int, Fresh]) -> tuple[bytes, list[mem
         address = storage.data_ptr()
         buffers.append(memoryview(memory(address, nbytes, storage)))
         addresses.add(address)
-    return (_skeleton(_KINDS.index(kind), names, tuple(specs)), buffers) if len(addresses) == len(tensors) else None
+    if len(addresses) != len(buffers):
+        return None
+    skeleton = _skeleton(_KINDS.index(kind), names, tuple(specs))
+    if len(buffers) == len(parts):
+        return skeleton, buffers
+    values = [part for part in parts if type(part) is not Tensor]
+    length = len(skeleton).to_bytes(_LENGTH, "little")
+    return b"".join((bytes([_LABELLED]), length, skeleton, pickle.dumps(values, PROTOCOL))), buffers
 
 
-def _decode_plain(skeleton: bytes, buffers: Sequence[Buffer]) -> Any:
-    kind, names, parts = _parts(skeleton)
+def _decode_plain(skeleton: bytes, buffers: Sequence[Buffer], values: Sequence[Any] = ()) -> Any:
+    kind, names, places, parts = _parts(skeleton)
     if len(buffers) != len(parts):
         raise ValueError(f"decode needs the skeleton's {len(parts)} buffers, got {len(buffers)}")
-    tensors: list[Tensor] = []
+    tensors: list[Any] = []
     for buffer, (nbytes, array, dtype, size, stride) in zip(buffers, parts, strict=True):
         view = flat_bytes(buffer, nbytes, len(tensors))
         if array is None or view.readonly:
@@ -355,12 +373,14 @@ def _decode_plain(skeleton: bytes, buffers: Sequence[Buffer]) -> Any:
             tensors.append(array_tensor_over(view, array, size))
     if kind is Tensor:
         return tensors[0]
+    for place, value in zip(places, values, strict=True):
+        tensors.insert(place, value)
     return dict(zip(names, tensors, strict=True)) if kind is dict else kind(tensors)
 
 
 @functools.lru_cache(_CACHED)
-def _skeleton(kind: int, names: tuple[str, ...], specs: tuple[_Spec, ...]) -> bytes:
-    plain = tuple((dtype, tuple(size), *others) for dtype, size, *others in specs)
+def _skeleton(kind: int, names: tuple[str, ...], specs: tuple[_Spec | None, ...]) -> bytes:
+    plain = tuple(spec and (spec[0], tuple(spec[1]), *spec[2:]) for spec in specs)
     return bytes([PLAIN]) + pickle.dumps((kind, names, plain), PROTOCOL)
 
 
@@ -375,9 +395,11 @@ class _Part(NamedTuple):
 
 
 @functools.lru_cache(_CACHED)
-def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], tuple[_Part, ...]]:
+def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], list[int], tuple[_Part, ...]]:
+    """Kind and names of a plain batch, the places of values in it, and its tensors."""
     kind, names, specs = pickle.loads(memoryview(skeleton)[1:])
-    return _KINDS[kind], names, tuple(_part(*spec) for spec in specs)
+    places = [place for place, spec in enumerate(specs) if spec is None]
+    return _KINDS[kind], names, places, tuple(_part(*spec) for spec in specs if spec is not None)
 
 
 def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> _Part:

@@ -16,7 +16,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 import rayloader
-from framework_data import Augmented, Model, Numbers, Sums, seed
+from framework_data import Augmented, Model, Numbers, Quiet, Sums, seed
 from simulated_device import SimulatedAccelerator
 
 full = pytest.mark.full
@@ -167,12 +167,14 @@ def test_a_stream_that_one_process_reads_and_dispatches():
     assert epoch(loader) == batches[2:]
 
 
-def losses(loader_class):
+def losses(loader_class, dataset=None):
     seed(1)
     accelerator = Accelerator(cpu=True)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_class(Sums(), 8, True, num_workers=2))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, loader_class(dataset or Sums(), 8, True, num_workers=2)
+    )
     found = []
     for batch in loader:
         loss = model(**batch)["loss"]
@@ -188,6 +190,13 @@ def test_losses_are_torchs_to_the_digit():
     assert len(expected) == 20
     with rayloader.patch():
         assert losses(rayloader.DataLoader) == losses(DataLoader) == expected
+
+
+def test_losses_over_a_cache_are_those_without():
+    expected, kept = losses(DataLoader), rayloader.cached(Quiet())
+    with rayloader.patch():
+        assert losses(rayloader.DataLoader, Sums(kept)) == losses(DataLoader, Sums(kept)) == expected
+    assert (kept.stats().present, kept.stats().built, kept.stats().hits) == (160, 160, 160)
 
 
 def test_without_a_patch_one_warning_names_the_remedy(monkeypatch):

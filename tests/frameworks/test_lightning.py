@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import rayloader
-from framework_data import HANG_LIMIT, Augmented, Numbers, Sums, recorded, seed, written_by
+from framework_data import HANG_LIMIT, Augmented, Numbers, Quiet, Sums, recorded, seed, written_by
 
 pytestmark = [
     pytest.mark.full,
@@ -41,6 +41,14 @@ def test_training_gives_torchs_losses(monkeypatch, theirs, cases):
     with rayloader.patch(on_error="skip"):
         assert cases.run(DataLoader, "training") == expected
     assert kinds == [rayloader.DataLoader] * 2
+
+
+def test_training_over_a_cache_gives_torchs_losses(monkeypatch, theirs, cases):
+    kept = rayloader.cached(Quiet())
+    monkeypatch.setattr(cases, "Sums", lambda: Sums(kept))
+    for _ in range(2):
+        assert cases.run(rayloader.DataLoader, "training") == theirs["training"]
+    assert (kept.stats().present, kept.stats().built, kept.stats().hits) == (160, 160, 160)
 
 
 def test_training_without_workers_gives_torchs_losses(theirs, cases):

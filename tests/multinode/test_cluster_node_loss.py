@@ -1,6 +1,7 @@
 """A node goes while a worker on it holds work, or between epochs."""
 
 import itertools
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from multinode_data import CASES, EPOCHS, Calls, as_is, difference, origin
 from multinode_waiting import HANG_LIMIT, START_LIMIT, remove_nodes, wait_for_exit, wait_until
-from rayloader import ArrowDataset, DataLoader, ParquetStream, WorkerDiedError
+from rayloader import ArrowDataset, DataLoader, ParquetStream, WorkerDiedError, cached
 
 pytestmark = pytest.mark.multinode
 
@@ -201,6 +202,47 @@ def test_a_node_that_is_killed_while_it_reads_files_of_columns(kind, doomed, nod
     places = [node_id for _, node_id, _ in origins.read()]
     assert places[:10] == [there] * 10
     assert set(places[10:]) == {nodes.away}
+
+
+def half_written_there(node_id, origins):
+    """On that node, only the first bytes of sample 3 reach a cache, and its process does nothing more."""
+
+    def sample(index):
+        if index == 3 and origin()[0] == node_id:
+
+            def half(fd, parts, at):
+                os.pwrite(fd, parts[0], at)
+                origins.note(index)
+                threading.Event().wait()
+
+            os.pwritev = half  # the process does not outlive the test
+        return torch.full((5000,), index)
+
+    return sample
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_a_node_that_is_killed_while_it_fills_a_cache_costs_no_sample(where, doomed, tmp_path):
+    """A later cache of the same folder reads the right samples, too, and builds none."""
+    origins = Origins(tmp_path / "origins")
+    place = {} if where == "memory" else {"where": tmp_path / "cache", "fingerprint": "numbers"}
+    kept = cached(Calls(half_written_there(doomed.node_id, origins), 20), **place)
+    loader = DataLoader(kept, None, num_workers=1, collate_fn=as_is, ray_remote_args=doomed.remote_args)
+    iterator = iter(loader)
+    batches = [next(iterator) for _ in range(3)]
+    wait_until(origins.path.exists, "sample 3 is half written")
+    assert kept.stats().present == 3
+    doomed.remove(graceful=False)
+    batches += iterator
+    batches += loader
+    assert [(len(batch), batch.unique().tolist()) for batch in batches] == [(5000, [i]) for i in [*range(20)] * 2]
+    assert [(index, node_id) for index, node_id, _ in origins.read()] == [(3, doomed.node_id)]
+    stats = kept.stats()
+    assert (stats.present, stats.built) == (20, 21)
+    if where == "folder":
+        later = cached(Calls(lambda index: torch.full((5000,), index), 20), **place)
+        assert all(later[index].eq(index).all() for index in range(20))
+        assert later.stats().built == 21
 
 
 def take(batches, origins, until):

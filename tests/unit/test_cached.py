@@ -254,6 +254,22 @@ def test_a_sample_that_draws_is_refused(draw, where):
     assert kept.stats().present == 0
 
 
+def test_the_error_names_another_thread_as_a_possible_cause_where_there_is_one(monkeypatch):
+    drawn, ends = threading.Event(), threading.Event()
+
+    def make(index):
+        threading.Thread(target=lambda: (random.random(), drawn.set(), ends.wait(HANG_LIMIT))).start()
+        assert drawn.wait(HANG_LIMIT)
+        return index
+
+    with pytest.raises(CacheError, match=r"draws from a random generator.*Or another thread of this process has drawn"):
+        cached(Numbers(make))[4]
+    ends.set()
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    with pytest.raises(CacheError, match=r"apply that to the samples of the cache$"):
+        cached(Numbers(lambda index: random.random()))[4]
+
+
 def named(where):
     """A folder's fingerprint for a dataset that holds a generator, which has no value that lasts."""
     return {} if where == "memory" else {"fingerprint": "samples that draw"}
@@ -450,6 +466,7 @@ def test_a_comparison_that_fails_says_that_it_was_one():
         (([], True), ValueError, "got True"),
         (([], 1e9), ValueError, "got 1000000000.0"),
         (([], 10**30), ValueError, f"got {10**30}"),
+        (([], np.int64(0)), ValueError, "max_bytes must be a whole number"),
         ((Stream(),), TypeError, "needs a map-style dataset, with __getitem__ and __len__, got Stream"),
         ((object(),), TypeError, "got object"),
     ],
@@ -460,8 +477,9 @@ def test_arguments_are_checked(arguments, error, words):
 
 
 def test_sizes_have_units():
-    sizes = [cached([1], size).stats().max_bytes for size in (4096, "4096", "8.192kB", "1MB", "2 MiB", "20GB")]
-    assert sizes == [4096, 4096, 8192, 1_003_520, 2 << 20, 20_000_002_048]
+    given = (4096, np.uint32(4096), "4096", "8.192kB", "1MB", "2 MiB", "20GB")
+    sizes = [cached([1], size).stats().max_bytes for size in given]
+    assert sizes == [4096, 4096, 4096, 8192, 1_003_520, 2 << 20, 20_000_002_048]
 
 
 # ---- room
@@ -513,6 +531,37 @@ def test_a_full_disk_ends_the_cache_and_no_more(tmp_path, monkeypatch):
         cached(Numbers(labelled), where=tmp_path / "other")
 
 
+def test_a_sample_that_can_t_be_written_ends_the_cache_and_no_more(where, monkeypatch, caplog):
+    """As in a folder in memory of limited size."""
+    kept = cached(Numbers(labelled), where=where)
+    assert same(kept[0], labelled(0))
+
+    def refused(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "pwritev", refused)
+    for _ in range(2):
+        assert all(same(kept[i], labelled(i)) for i in range(20))
+    assert (kept.stats().full, kept.stats().present) == (True, 1)
+    assert caplog.text.count("is full with 1 of 20 samples") == 1
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_records_that_the_kernel_writes_in_pieces_are_whole(where, most, monkeypatch):
+    write = os.pwritev
+
+    def some(fd, parts, at):
+        for part in filter(None, parts):
+            return write(fd, [part[:most]], at)
+        return 0
+
+    monkeypatch.setattr(os, "pwritev", some)
+    monkeypatch.setattr(sample_store, "_PARTS", 2)
+    kept = cached(Numbers(KINDS["tensors"]), where=where)
+    for _ in range(2):
+        assert all(same(kept[i], KINDS["tensors"](i)) for i in range(20))
+
+
 def test_a_limit_of_the_size_of_files_is_like_a_full_disk(tmp_path):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -535,6 +584,7 @@ def test_a_copy_leaves_a_full_cache_full(where, monkeypatch, caplog):
         allocate(fd, start, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", only_the_tables)
+    monkeypatch.setattr(sample_store, "available", lambda: 0)
     for cache in (kept, another(kept), another(kept)):
         assert [same(cache[i], KINDS["large"](i)) for i in range(20)] == [True] * 20
     assert kept.stats().full
@@ -643,14 +693,12 @@ def test_a_writer_that_is_killed_leaves_nothing_half(where, monkeypatch):
     kept = cached(Numbers(KINDS["large"]), where=where)
     kept[0]
 
-    class Killed:
-        size, unpack_from = sample_store._RECORD.size, sample_store._RECORD.unpack_from
-
-        def pack_into(*_):  # the record is there, except for its first bytes
-            os.kill(os.getpid(), signal.SIGKILL)
+    def killed(fd, parts, at):  # only the first bytes of the record are there
+        os.pwrite(fd, parts[0], at)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def work():
-        monkeypatch.setattr(sample_store, "_RECORD", Killed)
+        monkeypatch.setattr(os, "pwritev", killed)
         kept[1]
 
     assert in_fork(work) == -signal.SIGKILL
@@ -1004,6 +1052,33 @@ def test_one_that_has_the_small_file_fills_the_larger_one_too(tmp_path):
 def test_fingerprints_are_of_memory_no_matter():
     with pytest.raises(ValueError, match="fingerprint= is of a folder"):
         cached([1], fingerprint="x")
+
+
+def test_one_path_is_a_fingerprint_too(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"1")
+    before = fingerprint.fingerprint_of(range(3), path)
+    assert before == fingerprint.fingerprint_of(range(3), [path]) == fingerprint.fingerprint_of(range(3), iter([path]))
+    path.write_bytes(b"12")
+    assert fingerprint.fingerprint_of(range(3), path) != before
+
+
+@pytest.mark.parametrize("given", [b"version 3", [3], 3])
+def test_a_fingerprint_is_a_text_or_paths(given, tmp_path):
+    with pytest.raises(TypeError, match=r"fingerprint= must be a text, or paths of files, got "):
+        cached([1], where=tmp_path, fingerprint=given)
+
+
+def test_the_error_of_limits_of_the_process_says_so():
+    def work():
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        with pytest.raises(
+            CacheError, match=r"the cache in memory can't be used: .*raise this process's limits"
+        ) as error:
+            cached([1], "1TB")
+        assert "folder" not in str(error.value)
+
+    assert in_fork(work) == 0
 
 
 def test_a_dataset_that_can_t_be_described_needs_a_fingerprint(tmp_path):

@@ -751,6 +751,33 @@ def test_wrong_buffers():
         decode(encoded.skeleton, copies[::-1])
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (torch.arange(4), 3),
+        (7, torch.arange(4), "seven", torch.ones(2, 3), None),
+        [torch.arange(4), True, 1.5, b"bytes"],
+        {"image": torch.ones(2), "label": -1, "name": "\ud800"},
+        (1 << 100, torch.arange(2)),
+    ],
+    ids=lambda sample: f"{type(sample).__name__} of {len(sample)}",
+)
+def test_values_beside_tensors_come_out_as_they_were(sample):
+    got = through(sample)
+    assert type(got) is type(sample)
+    pairs = zip(*(one.items() if type(one) is dict else enumerate(one) for one in (got, sample)), strict=True)
+    for (key, value), (wanted_key, wanted) in pairs:
+        assert (key, type(value)) == (wanted_key, type(wanted))
+        assert value.equal(wanted) if isinstance(wanted, torch.Tensor) else value == wanted
+
+
+def test_tensors_of_one_storage_share_it_beside_values_too():
+    base = torch.arange(4)
+    one, label, other = through((base, 3, base[1:]))
+    one[1] = 9
+    assert (label, other.tolist()) == (3, [9, 2, 3])
+
+
 def test_nothing_but_a_skeleton():
     encoded = encode({"a": 1})
     assert (encoded.buffers, encoded.nbytes) == ([], len(encoded.skeleton))
