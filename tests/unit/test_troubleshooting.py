@@ -547,7 +547,6 @@ TESTS = {
         "test_another_file_is_refused_and_left_as_it_is": ["... is no provenance log"],
         "test_a_damaged_log_is_refused_and_not_cut": ["the provenance log ... is damaged"],
         "test_a_full_disk_does_not_end_the_training_and_loses_nothing": ["rayloader: the provenance log ... cannot"],
-        "test_a_disk_that_stays_full_costs_no_memory": ["... messages of up to 1024 rows are lost"],
         "test_where_no_file_can_be_locked_it_is_written_all_the_same": ["rayloader: nothing keeps other processes"],
     },
     "unit/test_needs.py": {
