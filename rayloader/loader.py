@@ -599,7 +599,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         from rayloader.epoch.to_device import device_of, moved_here
         from rayloader.replay.rebuild import known_of, rebuilt_in_fork
 
-        states, found = known_of(self, epoch, state, log)
+        states, found = known_of(self, epoch, step, state, log)
         batch = rebuilt_in_fork(self, states, epoch, step, found).batch
         target = device_of(self.device)
         return batch if target is None else moved_here(batch, target[0])

@@ -61,6 +61,10 @@ class _Field(NamedTuple):
     by_sample: bool
 
 
+class _OfSamples(list[Any]):
+    """One entry for each sample."""
+
+
 class _Statistics(NamedTuple):
     """Of all numbers in a part of a batch; the first four are of the finite ones, and None if there are none."""
 
@@ -90,7 +94,7 @@ def write_html(
         indices = indices.tolist()
     is_one = indices is not None and not isinstance(indices, (list, tuple))
     if is_one:
-        indices, batch = [indices], [batch]
+        indices, batch = [indices], _OfSamples([batch])
     known = indices is not None and any(index is not None for index in indices)
     labels = [*map(str, indices if known else range(_samples_in(batch) or 0))]
     fields = [*itertools.islice(_fields(batch, "", len(labels), 0), _MOST_FIELDS + 1)]
@@ -157,36 +161,39 @@ def _inner(obj: Any, count: int | None) -> list[tuple[str, Any]]:
         return [] if plain else [(f"[{place}]", value) for place, value in enumerate(obj)]
     samples = [dict(_inner(sample, None)) if isinstance(sample, (Mapping, tuple)) else {} for sample in obj]
     alike = all(sample.keys() == samples[0].keys() for sample in samples)
-    return [(key, [sample[key] for sample in samples]) for key in samples[0]] if samples and alike else []
+    return [(key, _OfSamples(sample[key] for sample in samples)) for key in samples[0]] if samples and alike else []
 
 
 def _is_by_sample(obj: Sequence[Any], count: int | None) -> bool:
     """Whether a list has one entry for each sample, rather than entries for all of them."""
+    if len(obj) != count:
+        return False
     lengths = [len(one) for one in obj if _has_length(one)]
-    return len(obj) == count and not (lengths and all(length == count for length in lengths))
+    are_samples = all(isinstance(one, tuple) and len({*map(type, one)}) > 1 for one in obj)
+    return are_samples or isinstance(obj, _OfSamples) or not lengths or any(length != count for length in lengths)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     """The dense numbers in a part of a batch, in the memory of this process; none if it has others."""
-    values = value if isinstance(value, (list, tuple)) else [value]
-    found = []
-    for one in values:
-        if isinstance(one, (bool, int, float)):
-            try:
-                one = torch.tensor(float(one))
-            except OverflowError:  # a whole number that is no float
-                return []
-        elif isinstance(one, np.ndarray):
-            try:
-                one = torch.from_numpy(np.require(one, requirements=["C", "W"]))
-            except TypeError:  # of objects, texts or dates
-                return []
-        if not isinstance(one, Tensor) or one.layout is not torch.strided or one.is_nested or one.is_quantized:
-            return []
-        if one.is_complex() or one.is_meta:
-            return []
-        found.append(one.detach().cpu())
-    return found
+    try:
+        found = [_tensor(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+    except (TypeError, OverflowError):  # of objects, texts or dates, or of numbers that are no floats
+        return []
+    return [one for one in found if one is not None] if all(one is not None for one in found) else []
+
+
+def _tensor(value: Any) -> Tensor | None:
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(float(value))
+    if isinstance(value, (list, tuple)):
+        are_numbers = all(isinstance(one, (bool, int, float)) for one in value)
+        return torch.tensor([*map(float, value)]) if are_numbers else None
+    if hasattr(value, "__array_interface__"):  # PIL's images have it too
+        value = torch.from_numpy(np.require(np.asarray(value), requirements=["C", "W"]))
+    is_dense = (
+        isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+    )
+    return value.detach().cpu() if is_dense and not (value.is_complex() or value.is_meta) else None
 
 
 def _statistics(tensors: list[Tensor]) -> _Statistics | None:
@@ -239,10 +246,10 @@ def _indices(labels: list[str]) -> str:
 def _samples(fields: list[_Field], labels: list[str], known: bool, decode: Decode | None) -> str:
     """A card for each sample, as long as there is room."""
     cards, room, reads = [], _MOST_BYTES, False
-    for number, label in enumerate(labels[:_MOST_SAMPLES]):
+    for place, label in enumerate(labels[:_MOST_SAMPLES]):
         rows = []
         for field in fields:
-            shown = _value(field.value[number], decode)
+            shown = _value(field.value[place], decode)
             room -= len(shown)
             if room < 0:
                 break
@@ -252,7 +259,7 @@ def _samples(fields: list[_Field], labels: list[str], known: bool, decode: Decod
             rows.append(f"<div{' class=short' * is_short}>{name}<dd>{shown}</dd></div>")
         if room < 0:
             break
-        heading = f"sample {_text(label)}" if known else f"number {number} of the batch"
+        heading = f"sample {_text(label)}" if known else f"number {place} of the batch"
         cards.append(f"<article><h3>{heading}</h3><dl>{''.join(rows)}</dl></article>")
     left_out = ""
     if len(cards) < len(labels):
@@ -269,9 +276,7 @@ def _value(value: Any, decode: Decode | None) -> str:
         value = value.item()
     if isinstance(value, (bool, int, float)):
         return f"{_text(number(value))}"
-    if hasattr(value, "__array_interface__") and not isinstance(value, np.ndarray):  # an image of PIL's
-        value = np.asarray(value)
-    tensors = _tensors(value) if _is_data(value) else []
+    tensors = [] if isinstance(value, (list, tuple)) else _tensors(value)
     if not tensors:
         is_sequence = isinstance(value, (list, tuple)) and all(type(one) is int for one in value)
         return _sequence(value, decode) if is_sequence and value else f"<code>{_text(_repr(value))}</code>"
@@ -379,13 +384,9 @@ def _bars(bins: list[int]) -> str:
 
 def number(value: float) -> str:
     """A number in few digits."""
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float) and not value.is_integer()
-        else f"{value:.15g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if not isinstance(value, float):
+        return _repr(value)
+    return f"{value:.15g}" if value.is_integer() else f"{value:.4g}"
 
 
 def _cut(text: str) -> str:

@@ -109,7 +109,7 @@ def _states(content: Any) -> Iterator[tuple[str, Any]]:
             yield key, [*obj]
         elif isinstance(obj, (dict, list, tuple)):
             items = obj.items() if isinstance(obj, dict) else enumerate(obj)
-            inner = [(f"{key}.{name}" if key else f"{name}", value) for name, value in items]
+            inner = [(f"{key}.{name}".lstrip("."), one) for name, one in items if isinstance(one, (dict, list, tuple))]
             waiting += inner[::-1]  # so that they are found in their order
 
 

@@ -46,8 +46,6 @@ def described(state: State) -> dict[str, Any]:
     return {
         "version": VERSION,
         "bytes": len(json.dumps(state.pack(), default=str)),
-        "position": _position(state),
-        "seeds": _seeds(state),
         "loader": {
             "batch_size": fits.batch_size,
             "drop_last": fits.drop_last,
@@ -57,10 +55,12 @@ def described(state: State) -> dict[str, Any]:
         },
         "dataset": {"kind": fits.dataset_kind, "length": fits.dataset_length, **_process(state.process)},
         "samplers": _samplers(state),
-        "workers": _workers(state),
         "ranks": _ranks(state),
-        "skip_steps": [list(step) for step in state.skip_steps],
         "versions": {**state.versions},
+        "skip_steps": [list(step) for step in state.skip_steps],
+        "seeds": _seeds(state),
+        "position": _position(state),
+        "workers": _workers(state),
         "continues_on": {
             "no_workers": not state.num_workers or fits_any_workers(state),
             "workers": bool(state.num_workers) or fits_any_workers(state),
@@ -70,7 +70,7 @@ def described(state: State) -> dict[str, Any]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
-    """Where two descriptions differ, in their order.
+    """Where two descriptions differ, in their order: first what the loaders are, and then how far they are.
 
     When a worker's snapshot was taken depends on time, so workers with snapshots of other moments are compared by the
     batches alone that both states would build again.
@@ -80,7 +80,8 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
         pairs = [_comparable(*pair) for pair in zip(ours, theirs, strict=True)]
         a = {**a, "workers": {**a["workers"], "each": [pair[0] for pair in pairs]}}
         b = {**b, "workers": {**b["workers"], "each": [pair[1] for pair in pairs]}}
-    return [*unequal({**a, "bytes": 0}, {**b, "bytes": 0})]
+    follow = {"bytes": None, "continues_on": None}  # from the rest
+    return [*unequal({**a, **follow}, {**b, **follow})]
 
 
 def _comparable(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -264,7 +265,8 @@ def in_words(found: dict[str, Any]) -> list[tuple[str, str]]:
     loader, dataset, workers, ranks = found["loader"], found["dataset"], found["workers"], found["ranks"]
     kind = "an iterable dataset" if dataset["kind"] == "iterable" else "a map-style dataset"
     size = "" if dataset["length"] is None else f" of {_number(dataset['length'], 'sample')}"
-    each = "single samples" if loader["batch_size"] is None else f"batches of {loader['batch_size']:,}"
+    batch_size = found["samplers"][0].get("batch_size") if loader["batch_size"] is None else loader["batch_size"]
+    each = f"batches of {batch_size:,}" if isinstance(batch_size, int) else "batches as its sampler gives them"
     drops = ", without an incomplete last one" if loader["drop_last"] else ""
     rows = [
         ("position", _position_in_words(found)),

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch.utils.data import IterableDataset
 
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import RayloaderError, ReplayError, StateError
+from rayloader.options import is_whole
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import in_words
 from rayloader.resume import checkpoint
@@ -151,18 +153,22 @@ class Rebuilding:
                 f"used them too in the {plan.before} steps from the state to step {self._step}; pass a provenance log, "
                 "whose digests tell, or a state that was saved right before the step. Or use seeding='batch'"
             )
-        indices = None if loader._dataset_kind else task.indices.indices
+        indices = None if _is_iterable(loader) else task.indices.indices
         return Rebuilt(batch, indices, plan.worker_id, own, known is not None)
 
 
 def known_of(
-    loader: Any, epoch: int, state: Any = None, log: str | os.PathLike[str] | None = None
+    loader: Any, epoch: int, step: int, state: Any = None, log: str | os.PathLike[str] | None = None
 ) -> tuple[list[Any], Log | None]:
     """The states and the log from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
 
     Raises:
         StateError: the log has no state of this epoch, and no other is given.
+        ValueError: there is no such epoch or step.
     """
+    for number in (epoch, step):
+        if not is_whole(number) or number < 0:
+            raise ValueError(f"epoch and step must be whole numbers >= 0, got {epoch!r} and {step!r}")
     states = [] if state is None else [state] if isinstance(state, dict) else [*state]
     found = None
     if log is not None or loader.provenance is not None:
@@ -258,7 +264,7 @@ def _of_rank(rank: int | None) -> str:
 
 def _planned(loader: Any, state: State, step: int, log: Log | None) -> _Plan:
     """What must be built for a step."""
-    is_iterable, place = bool(loader._dataset_kind), state.position
+    is_iterable, place = _is_iterable(loader), state.position
     depends = _why_it_depends(loader, state)
     if place is not None and not place.finished and (step < state.step or step in place.ahead):
         state = _from_start(loader, state, place, step, is_free=not depends)
@@ -349,11 +355,15 @@ def _with_workers(state: State, other: Callable[[int], SavedWorker | None]) -> S
     return state._replace(position=place._replace(workers=workers))
 
 
+def _is_iterable(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
 def _why_it_depends(loader: Any, state: State) -> str:
     """Why a batch may depend on earlier ones of its worker; an empty text if it does not."""
     if loader.seeding != "batch":
         return "a worker's random stream goes on from batch to batch"
-    if loader._dataset_kind:
+    if _is_iterable(loader):
         return "a stream goes on from batch to batch"
     if has_state(loader.dataset):
         return "the dataset has a state"

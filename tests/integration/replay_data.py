@@ -32,6 +32,13 @@ class Augmented(Dataset):
         return index, self.scale, *noise()
 
 
+class Indices(Augmented):
+    """Samples without randomness."""
+
+    def __getitem__(self, index):
+        return index
+
+
 class WithGenerator(Augmented):
     """Draws from a generator of its own, which no seeding reaches."""
 
@@ -123,6 +130,11 @@ def rescaled():
     dataset = Augmented()
     dataset.scale = 2.0
     return make(dataset)
+
+
+def of_nobody():
+    """A loader that is not one of several ranks'."""
+    return make()
 
 
 def words(numbers):

@@ -1,16 +1,23 @@
 """Any batch of a run again: `DataLoader.batch_at` and `rayloader replay`, for runs of all kinds."""
 
 import json
+import multiprocessing
+import os
 import random
 import re
+import signal
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 import replay_data as data
 from checkpoint_data import plain
 from probes import oversubscribed
-from rayloader import StateError
-from rayloader.replay import provenance
+from rayloader import RayloaderError, ReplayError, StateError
+from rayloader.cli.commands import app
+from rayloader.replay import provenance, rebuild
+from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
 
 pytestmark = oversubscribed
@@ -130,3 +137,260 @@ def test_any_step_of_a_run_is_built_again_from_each_state_of_its_epoch_that_suit
     assert len(refused) < tried
     assert not refused or kind in OF_SOME_STATES
     assert all(re.search("was saved after step|no state says which", error) for error in refused)
+
+
+def test_without_workers_the_program_s_generators_need_a_state_from_right_before_the_step_or_a_log():
+    data.seed(1)
+    loader = data.make(num_workers=0)
+    iterator = iter(loader)
+    [next(iterator) for _ in range(3)]
+    state, fourth, fifth = through_json(loader.state_dict()), next(iterator), next(iterator)
+    assert same(again(num_workers=0).batch_at(0, 3, state=state), fourth)
+    with pytest.raises(StateError, match="program's own random generators"):
+        again(num_workers=0).batch_at(0, 4, state=state)
+    assert fifth is not None
+
+
+def test_a_stateless_dataset_without_randomness_needs_no_generator():
+    run = run_of(data.Indices, num_workers=0)
+    assert same(again(data.Indices, num_workers=0).batch_at(0, 7, state=run.states[1]), run.epochs[0][7])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_nothing_of_the_program_changes(num_workers):
+    run = run_of(num_workers=num_workers, seeding="batch")
+    loader = again(num_workers=num_workers, seeding="batch")
+    iterator = iter(loader)
+    first = next(iterator)
+    before = torch.get_rng_state(), random.getstate(), through_json(loader.state_dict())
+    loader.batch_at(0, 5, state=run.states[0])
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), through_json(loader.state_dict()))
+    assert len([first, *iterator]) == len(loader)
+
+
+def test_a_state_of_eight_workers_suits_a_loader_of_one():
+    run = run_of(num_workers=8, epochs=1)
+    for state in run.states[:3]:
+        assert same(again(num_workers=1).batch_at(0, 9, state=state), run.epochs[0][9])
+
+
+def test_the_nearest_state_counts(monkeypatch):
+    run = run_of(epochs=1)
+    built_before = [
+        rebuild.Rebuilding(again(), states, 0, 9).before for states in (run.states[:1], run.states[:2], run.states[:3])
+    ]
+    assert built_before == sorted(built_before, reverse=True)
+    assert built_before[0] > built_before[2]
+
+
+def test_a_batch_seeded_by_itself_is_built_at_once(monkeypatch):
+    monkeypatch.setattr(checkpoint, "held_in", lambda _: [])  # modules of other tests hold generators
+    run = run_of(seeding="batch", epochs=1)
+    for state in run.states[:3]:
+        rebuilding = rebuild.Rebuilding(again(seeding="batch"), [state], 0, 8)
+        assert rebuilding.before == 0
+        assert same(rebuilding.run().batch, run.epochs[0][8])
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_of_four_ranks_is_built_again_from_the_list_of_all_states(rank):
+    states, steps = [], {}
+    for one in range(4):
+        data.seed(one)
+        loader = data.of_rank(one, 4)
+        iterator = iter(loader)
+        first, state = next(iterator), through_json(loader.state_dict())
+        states.append(state)
+        steps[one] = dict(enumerate([first, *iterator]))
+    data.seed(9)
+    for step, batch in steps[rank].items():
+        assert same(data.of_rank(rank, 4).batch_at(0, step, state=states), batch)
+
+
+def test_a_run_in_which_a_worker_was_killed(tmp_path):
+    path, mark = tmp_path / "run.arrows", tmp_path / "killed"
+    run = run_of(data.KillsOnce(mark), provenance=path, epochs=1)
+    assert mark.exists()
+    assert provenance.read(path).steps_of(0)["restarts"].to_pylist()[-1] == 1
+    for step, batch in run.epochs[0].items():
+        assert same(again(data.KillsOnce(mark)).batch_at(0, step, log=path), batch)
+
+
+def test_a_run_that_was_resumed_with_a_step_left_out(tmp_path):
+    path = tmp_path / "run.arrows"
+    data.seed(1)
+    loader = data.make(provenance=path, **FORKS)
+    iterator = iter(loader)
+    [next(iterator) for _ in range(3)]
+    state = through_json(loader.state_dict())
+    spiked = [*iterator]
+    resumed = again(provenance=path, skip_steps=[5])
+    resumed.load_state_dict(state)
+    rest = Run(resumed, epochs=1).epochs[0]
+    assert {*rest} == {3, 4, 6, 7, 8, 9}
+    assert same(rest[4], spiked[1])  # of the other worker
+    assert not same(rest[7], spiked[4])  # whose worker has not drawn for step 5
+    for step, batch in rest.items():
+        assert same(again().batch_at(0, step, log=path), batch)
+    with pytest.raises(StateError, match="never delivered"):
+        again().batch_at(0, 5, log=path)
+
+
+def test_actors_deliver_what_forks_build_again(ray_session, tmp_path):
+    path = tmp_path / "run.arrows"
+    run = run_of(provenance=path, workers="ray", epochs=1)
+    for step in (1, 8):
+        assert same(again(workers="ray").batch_at(0, step, log=path), run.epochs[0][step])
+
+
+def test_the_loader_s_own_log_and_its_own_state_are_the_default(tmp_path):
+    data.seed(1)
+    loader = data.make(provenance=tmp_path, **FORKS)
+    steps = [dict(enumerate(loader)) for _ in range(2)]
+    assert same(loader.batch_at(0, 4), steps[0][4])
+    assert same(loader.batch_at(1, 9), steps[1][9])
+    without = data.make(**FORKS)
+    iterator = iter(without)
+    first, second = next(iterator), next(iterator)
+    assert same(without.batch_at(0, 0), first)
+    assert same(without.batch_at(0, 1), second)
+
+
+def rescaled():
+    dataset = data.Augmented()
+    dataset.scale = 2.0
+    return dataset
+
+
+def test_another_transform_is_an_error_where_a_log_tells(tmp_path):
+    run_of(provenance=tmp_path / "run.arrows", epochs=1)
+    with pytest.raises(ReplayError, match="differs from what the run delivered"):
+        again(rescaled()).batch_at(0, 4, log=tmp_path / "run.arrows")
+
+
+def test_the_exception_of_a_sample_is_the_batch_s(tmp_path):
+    run = run_of(data.Raising, provenance=tmp_path / "run.arrows", epochs=1)
+    [(step, error)] = [(step, one) for step, one in run.epochs[0].items() if isinstance(one, ValueError)]
+    with pytest.raises(ValueError, match=re.escape(str(error))):
+        again(data.Raising).batch_at(0, step, log=tmp_path / "run.arrows")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ((5, 0), "a state of that epoch"),
+        ((0, 400), "never delivered"),
+        ((0, -1), "epoch and step must be"),
+        ((0, "1"), "epoch and step must be"),
+    ],
+)
+def test_a_place_that_does_not_exist(place, message):
+    run = run_of(epochs=1)
+    with pytest.raises((StateError, ValueError, TypeError), match=message):
+        again().batch_at(*place, state=run.states[0])
+
+
+class Dies(data.Augmented):
+    """Ends the process that rebuilds it, not a worker's."""
+
+    def __len__(self):
+        if multiprocessing.current_process().name == "rayloader-replay":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return data.LENGTH
+
+
+def test_a_process_that_dies_is_an_error():
+    run = run_of(epochs=1)
+    with pytest.raises(RayloaderError, match="has died, with exit code -9"):
+        again(Dies).batch_at(0, 4, state=run.states[0])
+
+
+# ---- the command
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs `rayloader replay`; returns its exit code and what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.output
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run with a log and a checkpoint."""
+    run = run_of(provenance=tmp_path / "run.arrows", epochs=2)
+    torch.save({"model": {}, "loader": run.states[1]}, tmp_path / "checkpoint.pt")
+    return run
+
+
+def test_the_command_builds_a_step_from_a_checkpoint(command, saved, tmp_path):
+    code, printed = command(
+        *(tmp_path / "checkpoint.pt", "--loader", "replay_data:plain", "--step", 7),
+        *("--save", tmp_path / "batch.pt", "--html", tmp_path / "batch.html", "--decode", "replay_data:words"),
+    )
+    assert code == 0
+    assert "Step 7 of epoch 0, of worker 1" in printed
+    assert "not compared with a log" in printed
+    batch = saved.epochs[0][7]
+    assert same(torch.load(tmp_path / "batch.pt"), batch)
+    assert str(batch[0].tolist()) in printed
+    assert "Step 7 of epoch 0" in (tmp_path / "batch.html").read_text()
+
+
+def test_the_command_builds_a_step_from_a_log(command, saved, tmp_path):
+    arguments = (tmp_path / "run.arrows", "--loader", "replay_data:plain", "--step", 7, "--epoch", 1, "--json")
+    code, printed = command(*arguments)
+    found = json.loads(printed[printed.index("{") :])
+    assert code == 0
+    assert found["compared with the log"]
+    assert found["indices"] == saved.epochs[1][7][0].tolist()
+    assert found["digest"] == f"{digest_of(saved.epochs[1][7]):08x}"
+
+
+def test_the_command_verifies_a_share_of_an_epoch(command, saved, tmp_path):
+    log = tmp_path / "run.arrows"
+    code, printed = command(log, "--loader", "replay_data:plain", "--epoch", 1, "--verify", 0.3)
+    assert (code, "3 of 10 batches" in printed) == (0, True)
+    code, printed = command(log, "--loader", "replay_data:rescaled", "--epoch", 1, "--verify", 0.1)
+    assert (code, "differs from what the run delivered" in printed) == (2, True)
+
+
+def test_the_command_makes_the_loader_of_a_rank(command, tmp_path):
+    data.seed(3)
+    loader = data.of_rank(3, 4)
+    iterator = iter(loader)
+    batches = [next(iterator)]
+    (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    batches += iterator
+    arguments = (tmp_path / "state.json", "--loader", "replay_data:of_rank", "--step", 2, "--save", tmp_path / "b.pt")
+    assert command(*arguments, "--rank", 3, "--world", 4)[0] == 0
+    assert same(torch.load(tmp_path / "b.pt"), batches[2])
+    assert "must be a function that takes rank and num_replicas" not in command(*arguments)[1]
+
+
+WRONG = {
+    "neither a step nor a share": ((), "by --step"),
+    "no epoch, of two": (("--step", 1), "say which epoch"),
+    "no function of that name": (("--step", 1, "--epoch", 0, "--loader", "replay_data:nobody"), "cannot be found"),
+    "no loader": (("--step", 1, "--epoch", 0, "--loader", "replay_data:noise"), "must be or return a rayloader"),
+    "a rank that the function does not take": (("--step", 1, "--epoch", 0, "--rank", 1), "takes rank"),
+    "no such step": (("--step", 99, "--epoch", 0), "never delivered"),
+    "no such epoch": (("--step", 1, "--epoch", 7), "epoch 7"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_the_command_cannot_do_is_said_in_one_line(command, saved, tmp_path, case):
+    arguments, message = WRONG[case]
+    if "--loader" not in arguments:
+        arguments = (*arguments, "--loader", "replay_data:of_nobody" if "rank" in case else "replay_data:plain")
+    code, printed = command(tmp_path / "run.arrows", *arguments)
+    assert (code, message in printed) == (2, True), printed

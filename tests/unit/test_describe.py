@@ -3,12 +3,32 @@
 import json
 
 import pytest
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler
 
+from rayloader import DataLoader, StateError
 from rayloader.replay.describe import described, differences, in_words, relation, together_in_words
 from rayloader.resume.checkpoint import fits_any_ranks, fits_any_workers
 from rayloader.resume.state import State
 from states import Stream, of_ranks, saved
+
+
+class Remembering(Dataset):
+    """A dataset with a state of its own."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+    def state_dict(self):
+        return {"seen": 1}
+
+    def load_state_dict(self, state):
+        pass
 
 
 def words(state):
@@ -53,6 +73,17 @@ def test_a_state_is_told_in_words():
     assert told["workers"].startswith('2 workers, scheduling="static"; when resumed, at most 2 of the batches')
     assert told["ranks"] == "not one of several ranks"
     assert told["saved with"].startswith("python 3.")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch_sampler": BatchSampler(RandomSampler(range(100)), 8, False), "batch_size": 1}, "in batches of 8"),
+        ({"batch_size": None}, "in batches as its sampler gives them"),
+    ],
+)
+def test_batches_of_a_sampler_are_told_in_words(options, text):
+    assert words(saved(**options))["dataset"] == f"a map-style dataset of 100 samples, {text}"
 
 
 def test_a_state_without_workers_is_told_in_words():
@@ -136,6 +167,52 @@ def test_any_workers_continue_what_depends_on_none():
     assert not fits_any_workers(state._replace(position=state.position._replace(workers=workers)))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("seeding", ["worker", "batch"])
+@pytest.mark.parametrize("dataset", [range(100), Stream(), Remembering(100)], ids=["map", "stream", "with a state"])
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_loader_takes_just_the_states_that_it_is_told_to_continue(num_workers, seeding, dataset, taken):
+    state = saved(taken, num_workers=num_workers, seeding=seeding, dataset=dataset)
+    if num_workers and isinstance(dataset, Remembering) and taken:
+        workers = tuple(worker._replace(remembers=True) for worker in state.position.workers)
+        state = state._replace(position=state.position._replace(workers=workers))
+    on = described(state)["continues_on"]
+    for others, told in ((0, on["no_workers"]), (1, on["workers"])):
+        loader = DataLoader(dataset, batch_size=4, seeding=seeding, num_workers=others)
+        assert loads(loader, state.pack()) is told
+
+
+@pytest.mark.parametrize("kind", ["loader", "torch's", "batches", "stream"])
+def test_ranks_take_just_the_states_that_they_are_told_to_continue(kind):
+    def options(count, rank):
+        if kind == "torch's":
+            return {"dataset": range(100), "sampler": DistributedSampler(range(100), count, rank), "batch_size": 4}
+        if kind == "batches":
+            return {
+                "dataset": range(100),
+                "batch_sampler": BatchSampler(DistributedSampler(range(100), count, rank), 4, False),
+                "batch_size": 1,
+            }
+        dataset = Stream() if kind == "stream" else range(100)
+        return {"dataset": dataset, "num_replicas": count, "rank": rank, "batch_size": 4}
+
+    states = [saved(2, num_workers=0, **options(2, rank)) for rank in range(2)]
+    packed = [state.pack() for state in states]
+    for count in (2, 3):
+        for rank in range(count):
+            told = count == 2 or described(states[0])["continues_on"]["other_ranks"]
+            assert loads(DataLoader(**options(count, rank)), packed) is told
+            assert loads(DataLoader(**options(count, rank)), packed[1]) is ((count, rank) == (2, 1))
+
+
+def loads(loader, packed):
+    try:
+        loader.load_state_dict(packed)
+    except StateError:
+        return False
+    return True
+
+
 # ---- how two states differ
 
 
@@ -167,7 +244,7 @@ def test_what_differs_is_named(options, name, text):
 
 def test_states_of_two_ranks_are_told_apart():
     a, b = of_ranks(2)
-    assert names(a, b)[-1] == "ranks.rank"
+    assert "ranks.rank" in names(a, b)
     assert relation(a, b) == "They are of different ranks, 0 and 1"
 
 

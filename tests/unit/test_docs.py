@@ -196,6 +196,8 @@ COMMANDS = {
     "rayloader doctor": "tests/integration/test_cli.py",
     "rayloader bench": "tests/integration/test_cli.py",
     "rayloader tune": "tests/integration/test_cli.py",
+    "rayloader show": "tests/unit/test_inspecting.py",
+    "rayloader diff": "tests/unit/test_inspecting.py",
     "torchrun ": "tests/integration/test_documents.py",
     "ray get-auth-token": "tests/multinode/test_cluster_job.py",
     "ray up cluster.yaml": "tests/unit/test_cluster_yaml.py",

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from documents import ROOT, commands_of
 from rayloader import DataLoader
 from rayloader.cli.commands import app
 from rayloader.replay.describe import described
@@ -103,6 +105,22 @@ def test_what_cannot_be_read_is_an_error(run, tmp_path):
         result = run("show", name)
         assert (result.exit_code, result.stdout) == (2, "")
         assert text in words(result.stderr)
+
+
+def test_the_commands_of_the_page_run_as_they_stand(run):
+    for name, step in (("checkpoint.pt", 40), ("later.pt", 60)):
+        torch.save({"loader": saved(step, dataset=range(1000)).pack()}, name)
+    logged("run-a.arrows")
+    logged("run-b.arrows", seed=2)
+    commands = [
+        line
+        for line in commands_of((ROOT / "docs/howto/replay.md").read_text())
+        if re.match("rayloader (show|diff)", line)
+    ]
+    assert len(commands) == 3
+    for command in commands:
+        _, *arguments = shlex.split(command)
+        assert run(*arguments).exit_code == (arguments[0] == "diff")
 
 
 # ---- diff

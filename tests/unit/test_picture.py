@@ -326,6 +326,7 @@ def test_statistics_of_tensors(page):
         b"bytes",
         "text",
         10**400,
+        10**5000,
         [10**400, 1],
         float("nan"),
     ],

@@ -29,6 +29,7 @@ PLACEHOLDER = re.compile(r"%[-.\d]*[sdgfr]")  # of logging
 PUBLIC = {name for name in rayloader.__all__ if name.endswith("Error")}
 SAYS = PUBLIC | {"TypeError", "ValueError", "AssertionError", "IndexError", "FileNotFoundError", "ImportError"}
 SAYS |= {"NotImplementedError", "UnpicklingError", "PicklingError"}
+SAYS |= {"SourceError"}  # of the commands
 SAYS |= {"warn", "warning", "info", "add_note", "refusal"}
 
 # What these say that is not for users, or stands elsewhere.
@@ -396,6 +397,19 @@ TESTS = {
     },
     "unit/test_state.py": {
         "test_a_state_that_holds_something_else_is_refused": ["the state is not what"],
+    },
+    "unit/test_sources.py": {
+        "test_what_is_no_file_is_refused": ["... can't be read", "... is a folder"],
+        "test_other_files_are_refused": ["... is neither JSON", "... holds no state of"],
+        "test_nothing_in_a_file_is_run": ["... holds objects"],
+        "test_one_of_several_states_is_chosen_by_its_key": ["... holds ...; choose one by"],
+        "test_a_log_needs_pyarrow": ["a provenance log is read"],
+    },
+    "unit/test_inspecting.py": {
+        "test_loaders_of_one_log_are_told_apart": ["... is of no loader", "... is of several loaders"],
+        "test_a_state_and_a_log_are_not_compared": ["compare two states"],
+        "test_the_states_of_all_ranks_are_compared_by_rank": ["these are the states of other"],
+        "test_logs_without_a_step_in_common_are_not_compared": ["the logs have no step"],
     },
     "unit/test_made_anew.py": {
         "test_a_thread_is_an_error": ["cannot pickle ... object", "a thread of"],
