@@ -8,7 +8,7 @@ of the driver, both for a batch: the medians over the epochs of either loader, a
 neighbours. Then the log's own work for a batch is timed alone, in a loop. The bytes are those of the rows in full
 messages, with and without the two columns of the indices.
 Command: python benchmarks/provenance_cost.py [--rounds N] [--batches N] [--workers N]
-Last results: docs/decisions.md, "The provenance log".
+Last results: docs/decisions.md, "The provenance log is an Arrow stream without an end".
 """
 
 from __future__ import annotations

@@ -50,8 +50,16 @@ class SkipSteps:
         """Whether a step, which is about to be drawn, is skipped."""
         if self._path is not None and (version := _version(self._path)) != self._seen:
             self._seen = version
-            self._add(_read(self._path, complete=True), step)
+            self._read_again(self._path, step)
         return step in self.steps
+
+    def _read_again(self, path: Path, at: Step) -> None:
+        try:
+            new = _read(path, complete=True)
+        except (OSError, ValueError) as error:  # a mistake in the file is not to end the run
+            warnings.warn(f"skip_steps could not be read again, and stays as it was: {error}", stacklevel=2)
+        else:
+            self._add(new, at)
 
     def _add(self, new: Iterable[Step], at: Step) -> None:
         new = {*new} - self.steps - self._late

@@ -137,6 +137,9 @@ def of_nobody():
     return make()
 
 
+LOADER = make(num_workers=0)
+
+
 def words(numbers):
     """Decodes a sequence of numbers."""
     return " ".join(f"<{number}>" for number in numbers)

@@ -385,7 +385,15 @@ WRONG = {
     "no epoch, of two": (("--step", 1), "say which epoch"),
     "no function of that name": (("--step", 1, "--epoch", 0, "--loader", "replay_data:nobody"), "cannot be found"),
     "no loader": (("--step", 1, "--epoch", 0, "--loader", "replay_data:noise"), "must be or return a rayloader"),
-    "a rank that the function does not take": (("--step", 1, "--epoch", 0, "--rank", 1), "takes rank"),
+    "a rank that the function does not take": (
+        ("--step", 1, "--epoch", 0, "--rank", 1, "--loader", "replay_data:of_nobody"),
+        "must be a function that takes rank",
+    ),
+    "a rank of a loader": (
+        ("--step", 1, "--epoch", 0, "--rank", 1, "--loader", "replay_data:LOADER"),
+        "are for a function with the arguments rank and num_replicas",
+    ),
+    "two logs": (("run.arrows", "--step", 1, "--epoch", 0), "one log at most"),
     "no such step": (("--step", 99, "--epoch", 0), "never delivered"),
     "no such epoch": (("--step", 1, "--epoch", 7), "epoch 7"),
 }
@@ -394,10 +402,16 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_the_command_cannot_do_is_said_in_one_line(command, saved, tmp_path, case):
     arguments, message = WRONG[case]
+    arguments = [tmp_path / one if one == "run.arrows" else one for one in arguments]
     if "--loader" not in arguments:
-        arguments = (*arguments, "--loader", "replay_data:of_nobody" if "rank" in case else "replay_data:plain")
+        arguments += ["--loader", "replay_data:plain"]
     code, printed = command(tmp_path / "run.arrows", *arguments)
     assert (code, message in printed) == (2, True), printed
+
+
+def test_a_share_is_compared_with_a_log_alone(command, saved, tmp_path):
+    code, printed = command(tmp_path / "checkpoint.pt", "--loader", "replay_data:plain", "--verify", 0.1)
+    assert (code, "--verify compares with a provenance log" in printed) == (2, True)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the commands are those of a shell")

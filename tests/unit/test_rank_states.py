@@ -256,3 +256,27 @@ def test_what_cannot_be_dealt_anew_goes_on_with_as_many_ranks(given):
         DataLoader(**given, num_replicas=3, rank=1).load_state_dict(states)
     with pytest.raises(StateError, match="rank=0, this one has 1"):
         again.load_state_dict(states[0])
+
+
+def test_ranks_that_skip_other_steps_are_refused():
+    """In the rest of an epoch that is dealt anew the steps have other numbers, so none of it is skipped."""
+
+    def states(*skipped):
+        found = []
+        for rank, steps in enumerate(skipped):
+            loader = rank_of("shuffle", 2, rank, skip_steps=steps)
+            iterator = iter(loader)
+            [next(iterator) for _ in range(2)]
+            found.append(loader.state_dict())
+        return found
+
+    with pytest.raises(StateError, match="the ranks' states differ in their skip_steps"):
+        rank_of("shuffle", 3, 0).load_state_dict(states([5], []))
+    rests = []
+    for rank in range(3):
+        loader = rank_of("shuffle", 3, rank)
+        loader.load_state_dict(states([1, 5], [1, 5]))
+        with pytest.warns(UserWarning, match="the rest of epoch 0 is dealt out to another number of ranks"):
+            rests += [index for batch in loader for index in samples(batch)]
+        assert loader.state_dict()["epoch"] == 1
+    assert len(set(rests)) == 48 - 2 * 3 * 4  # steps 0, 1 and 2, of which nobody gets 1

@@ -88,8 +88,19 @@ def test_a_growing_file_is_read_again(tmp_path):
     with pytest.warns(UserWarning, match="names step 2 of epoch 0, but the run is at step 5"):
         assert not skips.has((0, 5))
     assert skips.has((0, 48213))
-    path.unlink()
-    assert skips.has((0, 48213))
+
+
+@pytest.mark.parametrize("spoil", ["a line that is no step", "no file"])
+def test_a_file_that_is_spoiled_while_the_run_goes_on_is_told_and_stays_as_it_was(tmp_path, spoil):
+    path = tmp_path / "skip.txt"
+    path.write_text("4\n")
+    skips = SkipSteps(path, follows=True)
+    path.unlink() if spoil == "no file" else path.write_text("4\nfive\n")
+    with pytest.warns(UserWarning, match="could not be read again, and stays as it was"):
+        assert skips.has((0, 4))
+    assert not skips.has((0, 5))
+    path.write_text("4\n6\n")
+    assert skips.has((0, 6))
 
 
 def test_one_of_several_ranks_reads_a_file_only_at_the_start(tmp_path):

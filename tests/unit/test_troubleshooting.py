@@ -411,6 +411,35 @@ TESTS = {
         "test_the_states_of_all_ranks_are_compared_by_rank": ["these are the states of other"],
         "test_logs_without_a_step_in_common_are_not_compared": ["the logs have no step"],
     },
+    "unit/test_skips.py": {
+        "test_what_is_no_step_is_refused": ["skip_steps must hold numbers of steps, or pairs"],
+        "test_steps_and_epochs_count_from_0": ["skip_steps must hold numbers of steps and epochs"],
+        "test_a_line_that_is_no_step_is_named": ["skip_steps: each line of"],
+        "test_an_entry_that_comes_too_late_is_told_once_and_has_no_effect": ["skip_steps names ..., but the run"],
+        "test_an_epoch_that_is_dealt_out_anew_forgets_its_steps": ["skip_steps names ...; but the rest"],
+        "test_a_file_that_is_spoiled_while_the_run_goes_on_is_told_and_stays_as_it_was": ["skip_steps could not"],
+    },
+    "integration/test_replay.py": {
+        "test_a_place_that_does_not_exist": ["epoch and step must", "to build step", "step ... was never"],
+        "test_what_the_command_cannot_do_is_said_in_one_line": [
+            "say which batch to build",
+            "say which epoch by",
+            "... must be or return",
+            "... must be a function that takes",
+            "--rank and --world are for",
+            "one log at most",
+        ],
+        "test_a_share_is_compared_with_a_log_alone": ["--verify compares with"],
+        "test_any_step_of_a_run_is_built_again_from_each_state_of_its_epoch_that_suits": [
+            "step ... can't be built from this state",
+            "step ... depends on the batches",
+        ],
+        "test_without_workers_the_program_s_generators_need_a_state_from_right_before_the_step_or_a_log": [
+            "without workers, samples draw from the program's own"
+        ],
+        "test_another_transform_is_an_error_where_a_log_tells": ["step ... can't be built again"],
+        "test_a_process_that_dies_is_an_error": ["the process that was to build step"],
+    },
     "unit/test_made_anew.py": {
         "test_a_thread_is_an_error": ["cannot pickle ... object", "a thread of"],
         "test_a_stream_over_a_descriptor_is_an_error": ["a descriptor of"],
@@ -444,6 +473,7 @@ TESTS = {
     },
     "unit/test_rank_states.py": {
         "test_what_cannot_be_dealt_anew_goes_on_with_as_many_ranks": ["the states are of ... ranks"],
+        "test_ranks_that_skip_other_steps_are_refused": ["the ranks' states differ"],
     },
     "unit/test_readers.py": {
         "test_a_state_that_lightning_loads_after_its_first_batch_is_refused": ["the checkpoint has a state"],
@@ -564,7 +594,6 @@ TESTS = {
         "test_another_file_is_refused_and_left_as_it_is": ["... is no provenance log"],
         "test_a_damaged_log_is_refused_and_not_cut": ["the provenance log ... is damaged"],
         "test_a_full_disk_does_not_end_the_training_and_loses_nothing": ["rayloader: the provenance log ... cannot"],
-        "test_a_disk_that_stays_full_costs_no_memory": ["... messages of up to 1024 rows are lost"],
         "test_where_no_file_can_be_locked_it_is_written_all_the_same": ["rayloader: nothing keeps other processes"],
     },
     "unit/test_needs.py": {
