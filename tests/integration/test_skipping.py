@@ -1,5 +1,6 @@
 """`skip_steps`: which batches nobody builds and nobody gets, and what becomes of the others."""
 
+import itertools
 import json
 import random
 
@@ -42,7 +43,7 @@ def test_with_batch_seeding_all_other_batches_stay_the_same(num_workers, options
     if not num_workers and options:
         options = {}
     options = {"num_workers": num_workers, "seeding": "batch", **options}
-    whole = loaded(**options)
+    whole = loaded(**{**options, "in_order": True})
     expected = [batches(whole), batches(whole)]
     loader = loaded(**options, skip_steps=SKIPPED)
     for of_epoch, gone in zip(expected, ([0, 3, 4, 9], [2]), strict=True):
@@ -82,7 +83,7 @@ def test_a_stream_goes_on_after_what_is_left_out(kind, num_workers):
 def test_a_run_that_resumes_leaves_out_the_same(kind, num_workers, taken):
     loader = loaded(kind, num_workers=num_workers, skip_steps=SKIPPED)
     iterator = iter(loader)
-    [next(iterator) for _ in range(taken)]
+    list(itertools.islice(iterator, taken))  # a stream may have fewer
     state = json.loads(json.dumps(loader.state_dict()))
     rest = batches(iterator)
     resumed = loaded(kind, seed=2, num_workers=num_workers)  # is not told
