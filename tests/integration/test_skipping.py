@@ -1,6 +1,5 @@
 """`skip_steps`: which batches nobody builds and nobody gets, and what becomes of the others."""
 
-import itertools
 import json
 import random
 
@@ -83,7 +82,7 @@ def test_a_stream_goes_on_after_what_is_left_out(kind, num_workers):
 def test_a_run_that_resumes_leaves_out_the_same(kind, num_workers, taken):
     loader = loaded(kind, num_workers=num_workers, skip_steps=SKIPPED)
     iterator = iter(loader)
-    list(itertools.islice(iterator, taken))  # a stream may have fewer
+    [next(iterator) for _ in range(taken if num_workers or kind is data.Augmented else 1)]  # it has two
     state = json.loads(json.dumps(loader.state_dict()))
     rest = batches(iterator)
     resumed = loaded(kind, seed=2, num_workers=num_workers)  # is not told
