@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -223,6 +224,7 @@ def rebuilt_in_fork(loader: Any, states: Iterable[Any], epoch: int, step: int, l
 
 def _send(connection: Any, *arguments: Any) -> None:
     """In the fork: builds the batch, and sends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the program's, which then kills this process
     torch.set_num_threads(1)  # the threads of the program are not here
     try:
         encoded = codec.encode(tuple(Rebuilding(*arguments).run()), known_classes=True)
