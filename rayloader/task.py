@@ -74,8 +74,8 @@ class Task:
     result: Any = field(default=None, repr=False)
     nbytes: int = 0
     samples: int = 0
-    outcome: int = Outcome.BATCH
-    skipped: int = 0
+    outcome: int = field(default=Outcome.BATCH, repr=False)
+    skipped: int = field(default=0, repr=False)
     data: Any = field(default=UNOPENED, repr=False)
     counted: bool = False
     recorded: bool = False
