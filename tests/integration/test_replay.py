@@ -124,7 +124,12 @@ def test_any_step_of_a_run_is_built_again_by_its_log(kind, tmp_path):
             )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SAMPLED = ["worker seeding", "batch seeding", "persistent workers", "skips", "a stream", "a stream with state"]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in SAMPLED else pytest.mark.full) for kind in KINDS]
+)
 def test_any_step_of_a_run_is_built_again_from_each_state_of_its_epoch_that_suits(kind):
     options = KINDS[kind]
     run, tried, refused = run_of(**options), 0, []
