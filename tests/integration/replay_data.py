@@ -143,3 +143,19 @@ LOADER = make(num_workers=0)
 def words(numbers):
     """Decodes a sequence of numbers."""
     return " ".join(f"<{number}>" for number in numbers)
+
+
+class OfFiles(Augmented):
+    """Samples that are read from files."""
+
+    def __init__(self, folder):
+        self.paths = [str(Path(folder, f"{number}.txt")) for number in range(LENGTH)]
+
+    def __getitem__(self, index):
+        return float(Path(self.paths[index]).read_text())
+
+
+def change_files(folder):
+    """Makes the files, or others in their place."""
+    for number in range(LENGTH):
+        Path(folder, f"{number}.txt").write_text(str(random.random()))

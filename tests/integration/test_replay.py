@@ -23,6 +23,7 @@ from rayloader.cli.commands import app
 from rayloader.replay import provenance, rebuild
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
+from rayloader.resume.state import VERSIONS
 
 pytestmark = oversubscribed
 
@@ -313,6 +314,35 @@ def test_a_process_that_dies_is_an_error():
     run = run_of(epochs=1)
     with pytest.raises(RayloaderError, match="has died, with exit code -9"):
         again(Dies).batch_at(0, 4, state=run.states[0])
+
+
+CHANGES = {
+    "a file": ("dataset.paths: files", lambda folder: data.change_files(folder)),
+    "the code of the dataset": ("parts.dataset", lambda folder: setattr(data.OfFiles, "scale", 3.0)),
+    "the seed": ("base_seed", lambda folder: None),
+    "a version": ("versions.numpy", lambda folder: VERSIONS.update(numpy="1.0")),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_has_changed_between_two_runs_is_named(what, tmp_path, monkeypatch):
+    name, change = CHANGES[what]
+    monkeypatch.setattr(data.OfFiles, "scale", 1.0)
+    monkeypatch.setitem(VERSIONS, "numpy", "2.0")
+    random.seed(5)
+    data.change_files(tmp_path)
+    for log in ("a", "b"):
+        data.seed(3 if (what, log) == ("the seed", "b") else 1)
+        list(data.make(data.OfFiles(tmp_path), provenance=tmp_path / f"{log}.arrows", **FORKS))
+        change(tmp_path)
+    found = json.loads(
+        CliRunner().invoke(app, ["diff", *(str(tmp_path / f"{log}.arrows") for log in "ab"), "--json"]).output
+    )
+    assert found["same"] is (what in ("a version", "the code of the dataset"))  # of which these samples show nothing
+    assert [cause for cause in found["causes"] if name in cause["name"]]
+    if what == "a file":
+        with pytest.raises(ReplayError, match="differs from what the run delivered"):
+            again(data.OfFiles(tmp_path)).batch_at(0, 4, log=tmp_path / "a.arrows")
 
 
 # ---- the command
