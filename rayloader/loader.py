@@ -351,6 +351,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
                 finished = self._state is None and self._position is not None and self._position.finished
                 self._same_order.begins(self._index_sampler, finished=finished)
             reader = find_reader()
+            if reader is not None and self.skip_steps is not None:
+                reader.note_skips()
             self._before = None if reader is None else EarlierState()
             if self._before is None or reader is None:
                 return self._new_iterator()
@@ -430,6 +432,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     def skipped(self) -> int:
         """How many samples were skipped in the current or last epoch, up to the last batch taken."""
         return self._position.skipped if self._position is not None else 0
+
+    @property
+    def last_step(self) -> tuple[int, int] | None:
+        """Epoch and step of the batch that was taken last, as `batch_at`, `skip_steps` and the log count them.
+
+        Both count from 0: epochs over the whole run, also where it was resumed, and steps also where some were left
+        out. None before the first batch of an iterator.
+        """
+        return None if self._position is None else self._position.last_step
 
     def stats(self) -> LoaderStats:
         """What this loader has measured, and its verdict: is it the loader or the model?

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from rayloader.errors import RayloaderError
 from rayloader.loader import DataLoader
 from rayloader.replay.rebuild import Rebuilding, Rebuilt, rebuilt_in_fork
 from rayloader.resume.state import State
+from rayloader.task import Outcome
 
 if TYPE_CHECKING:
     from rayloader.replay.provenance import Log
@@ -68,10 +70,13 @@ def replay(
     try:
         if (step is None) == (verify is None):
             raise SourceError("say which batch to build, by --step, or which share to compare, by --verify")
+        text = rates.named(decode) if decode else None
+        _check_files(html, save, decode)
         states, log = _read(source, key)
         chosen = _epoch(states, log) if epoch is None else epoch
         if log is not None and chosen in log.epochs:
             states += log.states_of(chosen)
+        _check_sources(states, log, chosen, rank)
         made = _made(loader, rank, world)
         if step is None:
             _verify(made, states, chosen, log, verify or 0.0, as_json)
@@ -82,7 +87,6 @@ def replay(
             torch.save(rebuilt.batch, save)
         if html is not None:
             details = {name: value for name, value in found.items() if name not in ("indices", "parts")}
-            text = rates.named(decode) if decode else None
             picture.write_html(html, rebuilt.batch, rebuilt.indices, f"Step {step:,} of epoch {chosen}", details, text)
     except (SourceError, RayloaderError, rates.RateError, LookupError) as error:
         fail(error)
@@ -90,6 +94,26 @@ def replay(
         print_json(found)
     else:
         _print(found)
+
+
+def _check_files(html: Path | None, save: Path | None, decode: str) -> None:
+    """Raises SourceError unless the files can be written once the batch is built."""
+    for path in (html, save):
+        if path is not None and not path.parent.is_dir():
+            raise SourceError(f"there is no folder {path.parent} for {path.name}; make it first")
+    if decode and html is None:
+        raise SourceError("--decode is for the picture that --html writes; pass --html too")
+
+
+def _check_sources(states: list[Any], log: Log | None, epoch: int, rank: int | None) -> None:
+    """Raises SourceError unless there is a state of this epoch and rank."""
+    loaded = [State.load(state) for state in states]
+    if not any(state.epoch == epoch for state in loaded):
+        epochs = {state.epoch for state in loaded} | {*(log.epochs if log is not None else ())}
+        raise SourceError(f"the sources have no state of epoch {epoch}, but of epochs {sorted(epochs)}")
+    ranks = {state.fits.rank for state in loaded if state.fits.rank is not None}
+    if ranks and rank is not None and rank not in ranks:
+        raise SourceError(f"the sources are of ranks {sorted(ranks)}, and not of rank {rank}")
 
 
 def _read(paths: list[Path], key: str) -> tuple[list[Any], Log | None]:
@@ -140,11 +164,23 @@ def _rebuilt(loader: Any, states: list[Any], epoch: int, step: int, log: Log | N
     rebuilding = Rebuilding(loader, states, epoch, step, log)
     before = rebuilding.before
     if not before:
-        return rebuilding.run(), 0
-    err.print(f"{before:,} batches are built before step {step:,}.")
+        return _built(rebuilding, step), 0
+    err.print(f"Built before step {step:,}: {before:,} of its worker's batches.")
     with Progress(console=err, transient=True) as progress:
         task = progress.add_task("building", total=before)
-        return rebuilding.run(lambda built: progress.update(task, completed=built)), before
+        return _built(rebuilding, step, lambda built: progress.update(task, completed=built)), before
+
+
+def _built(rebuilding: Rebuilding, step: int, progress: Callable[[int], object] = int) -> Rebuilt:
+    """The batch; an exception of the dataset's is told without the loader's own lines."""
+    try:
+        return rebuilding.run(progress)
+    except RayloaderError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"step {step} raised, and no batch came, as in the run: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _told(rebuilt: Rebuilt, epoch: int, step: int, before: int) -> dict[str, Any]:
@@ -182,9 +218,11 @@ def _verify(loader: Any, states: list[Any], epoch: int, log: Log | None, share: 
     """Builds a random share of an epoch's batches again; each of them, and those before it, must be the log's."""
     if log is None:
         raise SourceError("--verify compares with a provenance log, and none is given")
+    if not share:
+        raise SourceError("--verify must be a share of the batches above 0, and at most 1")
     rows = log.steps_of(epoch)
-    pairs = zip(rows["step"].to_pylist(), rows["worker"].to_pylist(), strict=True)
-    steps = [step for step, worker in pairs if worker >= 0]
+    pairs = zip(rows["step"].to_pylist(), rows["outcome"].to_pylist(), strict=True)
+    steps = [step for step, outcome in pairs if outcome == Outcome.BATCH]
     chosen = sorted(random.sample(steps, min(len(steps), max(1, round(share * len(steps))))))
     with Progress(console=err, transient=True) as progress:
         for step in progress.track(chosen, description="comparing"):
@@ -192,4 +230,4 @@ def _verify(loader: Any, states: list[Any], epoch: int, log: Log | None, share: 
     if as_json:
         print_json({"epoch": epoch, "compared": chosen, "same": True})
     else:
-        out.print(f"{len(chosen):,} of {len(steps):,} batches of epoch {epoch} were built again: all are the log's.")
+        out.print(f"Built again: {len(chosen):,} of {len(steps):,} batches of epoch {epoch}; all are the log's.")

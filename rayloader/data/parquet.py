@@ -229,6 +229,8 @@ class _Files:
         try:
             fragment = footers.row_group(path, number)
             table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
+        except RayloaderError:
+            raise
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
             raise RayloaderError(
                 f"row group {number} of {path} cannot be read: {type(error).__name__}: {error}"

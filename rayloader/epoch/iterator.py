@@ -216,7 +216,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._skips = skips  # what it skips in place of the loader's `skip_steps`
         self._options = Options.of(loader)  # before torch draws anything
         self._target = device_of(self._options.device)
-        log = loader.opened_log()
+        log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it

@@ -68,7 +68,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = device_of(self._options.device)
-        log = loader.opened_log()
+        log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
         self.position = position = new_position(loader, state, 0, 0)

@@ -14,6 +14,7 @@ from rayloader.protocol import Replica, Setup
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.lanes import WorkerLane
 from rayloader.transport.local_line import LineAddress
+from rayloader.transport.pickler import note_fork
 
 
 def serve(replica: Replica, address: LineAddress, early: list[bytes]) -> None:
@@ -24,6 +25,7 @@ def serve(replica: Replica, address: LineAddress, early: list[bytes]) -> None:
         address: of the line.
         early: messages that come before those of the line.
     """
+    note_fork()
     lane = WorkerLane()
     hosting = Hosting(lane)
 

@@ -18,6 +18,7 @@ in the middle of a write of its own thread: it only adds to the queue, which tha
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import functools
 import io
@@ -95,6 +96,9 @@ class LogFile:
         self._end = end
         self._writes = False
         self._has_failed = False  # the last write has
+        self._is_gone = False  # which was told
+        if not end:
+            self.queue.append(pa.py_buffer(_BEGIN))
 
     def write(self) -> None:
         """Writes what is in the queue; see NOTE [one write]."""
@@ -103,6 +107,7 @@ class LogFile:
                 return
             self._writes = True
             try:
+                self._look()
                 while self.queue:
                     self._write_next(len(self.queue[0]))
                 self._has_failed = False
@@ -116,8 +121,28 @@ class LogFile:
         self._end += nbytes
         del self.queue[0]  # no interrupt comes in between
 
+    def _look(self) -> None:
+        """Notices what somebody else has done to the file."""
+        status = os.fstat(self._descriptor)
+        if status.st_size < self._end:
+            logger.warning(
+                "rayloader: the provenance log %s was truncated while it is written; what it had is lost, and it "
+                "begins again with the next rows",
+                self.path,
+            )
+            os.ftruncate(self._descriptor, 0)
+            self.queue, self._end = [pa.py_buffer(_BEGIN), *self.queue], 0
+        if not status.st_nlink and not self._is_gone:
+            logger.warning(
+                "rayloader: the provenance log %s was deleted while it is written; its rows are lost until the next "
+                "iter() makes it again",
+                self.path,
+            )
+            self._is_gone = True
+
     def _failed(self, error: OSError) -> None:
-        os.ftruncate(self._descriptor, self._end)  # an incomplete message is none
+        with contextlib.suppress(OSError):  # the file system may have become read-only
+            os.ftruncate(self._descriptor, self._end)  # an incomplete message is none
         lost, self.queue = self.queue[:-QUEUED], self.queue[-QUEUED:]
         if lost or not self._has_failed:
             logger.warning(
@@ -133,12 +158,19 @@ class LogFile:
         """Lets other processes write to it; also at the interpreter's end."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
+            if self.queue:
+                logger.warning(
+                    "rayloader: %d messages of up to %d rows could not be written to the provenance log %s, and are "
+                    "lost",
+                    *(len(self.queue), ROWS, self.path),
+                )
             close(descriptor)
 
     def leave(self) -> None:
         """In a forked child: the file, its lock and what is not written yet are the parent's."""
+        self.queue = []
         self.close()
-        self.lock, self.queue = threading.RLock(), []
+        self.lock = threading.RLock()
 
     def __del__(self) -> None:
         self.close()
@@ -217,8 +249,7 @@ def _continued(descriptor: int, path: Path) -> int:
     """Cuts an incomplete last message off; returns where the next one begins."""
     size = os.fstat(descriptor).st_size
     if size < len(_BEGIN) and os.pread(descriptor, size, 0) == _BEGIN[:size]:
-        _write_at(descriptor, _BEGIN, 0)
-        return len(_BEGIN)
+        return 0
     end = _complete(_mapped(path), path)
     os.ftruncate(descriptor, end)
     return end
@@ -453,7 +484,7 @@ class Log:
         kept: list[Any] = []
         for iteration in self._of_epoch(epoch):
             start, ahead = iteration.place
-            kept = [rows.filter(_before(rows, start, ahead)) for rows in kept]
+            kept = [rows.filter(_stays(rows, start, ahead, iteration.rows)) for rows in kept]
             kept.append(iteration.rows)
         return pa.concat_tables(kept).sort_by("step")
 
@@ -485,9 +516,11 @@ class Log:
         return found
 
 
-def _before(rows: Any, start: int, ahead: tuple[int, ...]) -> Any:
-    """Which rows are of steps that were taken before an iteration that began at this step."""
-    return pc.or_(pc.less(rows["step"], start), pc.is_in(rows["step"], pa.array(ahead, pa.int32())))
+def _stays(rows: Any, start: int, ahead: tuple[int, ...], later: Any) -> Any:
+    """Which rows are of steps that were taken before an iteration that began at this step, and has these rows."""
+    steps = rows["step"]
+    taken = pc.or_(pc.less(steps, start), pc.is_in(steps, pa.array(ahead, pa.int32())))
+    return pc.and_not(taken, pc.is_in(steps, later["step"].combine_chunks()))
 
 
 def log_of(loader: Any, path: str | os.PathLike[str] | None = None) -> Log:
@@ -509,7 +542,9 @@ def read(path: str | os.PathLike[str]) -> Log:
     """
     path = Path(path)
     content = _mapped(path)
-    reader = pa.ipc.open_stream(content.slice(0, _complete(content, path)))
+    if not (size := _complete(content, path)):
+        return Log(path, [])
+    reader = pa.ipc.open_stream(content.slice(0, size))
     begins: dict[str, dict[str, Any]] = {}
     batches: dict[str, list[Any]] = {}
     while (one := _next(reader)) is not None:
@@ -547,6 +582,8 @@ def _complete(content: Any, path: Path) -> int:
     Raises:
         RayloaderError: it is no provenance log, or is damaged.
     """
+    if content.size < len(_BEGIN) and content.to_pybytes() == _BEGIN[: content.size]:
+        return 0  # nothing is written yet
     try:
         known = pa.ipc.read_schema(content)
     except (pa.ArrowInvalid, OSError, EOFError):

@@ -18,10 +18,9 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch.utils.data import IterableDataset
 
@@ -36,13 +35,14 @@ from rayloader.resume.skips import AllBut, SkipSteps
 from rayloader.resume.snapshot import has_state
 from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream, tasks_in
 from rayloader.task import Task
-from rayloader.transport import codec, raw
+from rayloader.transport import codec, pickler, raw
 
 if TYPE_CHECKING:
     from rayloader.replay.provenance import Log
 
 
 _NONE = Task(-1, None, digest=0)
+_STEPS = 2**31  # an epoch has fewer; a log has no room for more
 
 
 class Rebuilt(NamedTuple):
@@ -121,13 +121,16 @@ class Rebuilding:
         """
         plan, loader = self._plan, self._loader
         iterator: Any
+        # The program may have drawn from the global generators too, between the draws that a run had made later.
+        goes_on, before = plan.state.step > 0, RandomState.capture([])
         if loader.num_workers:
             from rayloader.epoch.iterator import EpochIterator
 
             iterator = EpochIterator(loader, _stream_workers(loader, plan.state), plan.state, plan.skips)
         else:
             iterator = LocalIterator(loader, plan.state, plan.skips)
-        before = RandomState.capture([])
+        if not goes_on or not loader.num_workers:
+            before = RandomState.capture([])
         try:
             built = 0
             while True:
@@ -148,11 +151,12 @@ class Rebuilding:
             raise _never_came(self._step)
         if error is not None:
             raise error
-        if self._of_program and plan.before and known is None and not RandomState.capture([]).equals(before):
+        draws = "sampler draws" if loader.num_workers else "samples draw" if self._of_program and plan.before else ""
+        if draws and known is None and not RandomState.capture([]).equals(before):
             raise StateError(
-                f"without workers, samples draw from the program's own random generators, and the program may have "
-                f"used them too in the {plan.before} steps from the state to step {self._step}; pass a provenance log, "
-                "whose digests tell, or a state that was saved right before the step. Or use seeding='batch'"
+                f"the {draws} from the program's own random generators, and the program may have used them too in "
+                f"the steps from the state to step {self._step}; pass a provenance log, whose digests tell, or a state "
+                "that was saved right before the step"
             )
         indices = None if _is_iterable(loader) else task.indices.indices
         return Rebuilt(batch, indices, plan.worker_id, own, known is not None)
@@ -191,6 +195,10 @@ def rebuilt_in_fork(loader: Any, states: Iterable[Any], epoch: int, step: int, l
         RayloaderError: the fork has died.
         Exception: as `Rebuilding` does.
     """
+    if multiprocessing.current_process().daemon:
+        raise RayloaderError(
+            "batch_at() can't be called in a worker, which may have no processes; call it in the program"
+        )
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(
@@ -202,7 +210,7 @@ def rebuilt_in_fork(loader: Any, states: Iterable[Any], epoch: int, step: int, l
             process.start()
         sending.close()
         try:
-            error, content, buffers = pickle.loads(receiving.recv_bytes())
+            content, buffers = pickle.loads(receiving.recv_bytes())
         except EOFError:
             process.join()
             raise RayloaderError(
@@ -210,10 +218,10 @@ def rebuilt_in_fork(loader: Any, states: Iterable[Any], epoch: int, step: int, l
                 f"{process.exitcode}; if it was killed for its memory, build the batch in another program, by "
                 "`rayloader replay`"
             ) from None
+        error, *rebuilt = codec.decode(content, raw.writable_copies(buffers), ())
         if error is not None:
-            raise pickle.loads(error)
-        batch, *others = codec.decode(content, raw.writable_copies(buffers), ())
-        return Rebuilt(batch, *others)
+            raise error
+        return Rebuilt(*rebuilt)
     finally:
         receiving.close()
         sending.close()
@@ -226,16 +234,16 @@ def _send(connection: Any, *arguments: Any) -> None:
     """In the fork: builds the batch, and sends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the program's, which then kills this process
     torch.set_num_threads(1)  # the threads of the program are not here
+    pickler.note_fork()
     try:
-        encoded = codec.encode(tuple(Rebuilding(*arguments).run()), known_classes=True)
-        message: Any = None, encoded.skeleton, [bytes(buffer) for buffer in encoded.buffers]
+        encoded = codec.encode((None, *Rebuilding(*arguments).run()), known_classes=True)
     except Exception as error:
         try:
-            message = cloudpickle.dumps(error), b"", []
-            pickle.loads(message[0])
+            encoded = codec.encode((error,), known_classes=True)
+            codec.decode(encoded.skeleton, raw.writable_copies(encoded.buffers), ())
         except Exception:  # the user's own exception, which may not be picklable
-            message = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")), b"", []
-    connection.send_bytes(pickle.dumps(message))
+            encoded = codec.encode((RuntimeError(f"{type(error).__name__}: {error}"),))
+    connection.send_bytes(pickle.dumps((encoded.skeleton, [bytes(buffer) for buffer in encoded.buffers])))
 
 
 # ---- what must be built
@@ -273,10 +281,10 @@ def _planned(loader: Any, state: State, step: int, log: Log | None) -> _Plan:
     place, start = state.position, state.step
     known, worker_id = {}, None
     if log is not None:
-        with contextlib.suppress(LookupError):
+        with contextlib.suppress(LookupError):  # the run was killed before it was written
             worker_id = log.row(state.epoch, step)["worker"]
             known = log.of_worker(state.epoch, worker_id)
-    if (state.epoch, step) in state.skip_steps or (log is not None and worker_id in (None, -1)):
+    if (state.epoch, step) in state.skip_steps or worker_id == -1 or step >= _STEPS:
         raise _never_came(step)
     digests = {one: value for one, value in known.items() if start <= one <= step}
     count = checkpoint.goes_on(loader, state, _stream_workers(loader, state))[1]
@@ -300,18 +308,18 @@ def _planned(loader: Any, state: State, step: int, log: Log | None) -> _Plan:
         return _Plan(state, SkipSteps(), step, step - start, digests)
     if worker_id is None:
         worker_id = step % count
-        mine = [one for one in range(start, step + 1) if one % count == worker_id]
-        mine = [one for one in mine if is_iterable or (state.epoch, one) not in state.skip_steps]
+        mine: Sequence[int] = range(start + (worker_id - start) % count, step + 1, count)
     else:
         mine = [*digests]
     state = _with_workers(state, lambda number: None if number == worker_id else SavedWorker())
     again = 0 if place is None else len(tasks_in(place.workers[worker_id].replay))
     before = len(mine) - 1 + again
     if not is_iterable:
-        return _Plan(state, AllBut({*mine}, step + 1, worker_id), step, before, digests, worker_id)
+        before -= sum(epoch == state.epoch and one in mine for epoch, one in state.skip_steps)
+        return _Plan(state, AllBut(mine, step + 1, worker_id, state.skip_steps), step, before, digests, worker_id)
     # A worker that works alone builds batches of consecutive numbers.
     last, tasks = start + len(mine) - 1, 0 if place is None or place.finished else place.next_task
-    numbers = {start + count: digests[one] for count, one in enumerate(mine) if one in digests}
+    numbers = {start + count: digests[one] for count, one in enumerate(mine) if one in digests} if digests else {}
     skips = AllBut(range(sys.maxsize), tasks + len(mine), worker_id)
     return _Plan(state, skips, last, before, numbers, worker_id)
 
@@ -342,9 +350,10 @@ def _from_start(loader: Any, state: State, place: SavedPlace, step: int, *, is_f
         delivered=0,
         checksum=0,
         skipped=0,
-        draws=1,  # the first draw must be made where the generators are as they were
-        drawn=0,
-        drawn_checksum=0,
+        # All draws are made where the generators are as they were, and those that the state has are compared with it.
+        draws=max(step + 1, place.next_task),
+        drawn=place.next_task,
+        drawn_checksum=place.checksum,
     )
     return state._replace(position=begin)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from rayloader.random.search import Found, in_words, search
 from rayloader.resume.position import Checksums, Position
 from rayloader.resume.ranks import Stage, in_batches, order_of, share
 from rayloader.resume.samplers import RANK, Samplers
-from rayloader.resume.skips import SkipSteps, Step, steps_in
+from rayloader.resume.skips import SkipSteps, Step
 from rayloader.resume.snapshot import WorkerState, load_state, told_by
 from rayloader.resume.state import (
     VERSIONS,
@@ -54,13 +53,13 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         StateError: the state of the dataset or the sampler could not be saved.
     """
     if position is None:
-        return _state(loader, Samplers(loader), num_workers, skip_steps=steps_in(loader.skip_steps)).pack()
+        return _state(loader, Samplers(loader), num_workers, skip_steps=SkipSteps(loader.skip_steps).in_order).pack()
     samplers, place = position.samplers_of(loader), None
     with position.lock:
         stateful = position.stateful
         if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
             place, num_workers = position.state(), position.num_workers
-        epoch, skips = position.epochs_begun - (not position.finished), {*position.skips.steps}
+        epoch, skips = position.epochs_begun - (not position.finished), position.skips.in_order
     state = _state(loader, samplers, num_workers, place, epoch=epoch, skip_steps=skips, stateful=stateful, asked=True)
     return state.pack(position.parts)
 
@@ -103,7 +102,7 @@ def _state(
     place: SavedPlace | None = None,
     *,
     epoch: int = 0,
-    skip_steps: Iterable[Step] = (),
+    skip_steps: tuple[Step, ...] = (),
     stateful: bool = False,
     asked: bool = False,
 ) -> State:
@@ -119,7 +118,7 @@ def _state(
         None if loader.num_workers else capture(loader),
         place,
         epoch=epoch,
-        skip_steps=tuple(sorted(skip_steps)),
+        skip_steps=skip_steps,
         versions=VERSIONS,
     )
 

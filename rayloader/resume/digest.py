@@ -73,14 +73,16 @@ class _Walk:
         kind = type(obj)
         if kind is torch.Tensor:
             return _tensor(obj, before)
-        if kind is int or kind is bool:
-            return zlib.crc32(_WHOLE_NUMBER.pack(hash(obj)), before)
+        if kind is int:
+            return zlib.crc32(_whole_number(obj), before)
         if kind is float:
-            return zlib.crc32(_FLOAT.pack(obj), before)
+            return zlib.crc32(b"f" + _FLOAT.pack(obj), before)
+        if kind is bool:
+            return zlib.crc32(b"yes" if obj else b"no", before)
         if kind is str:
-            return zlib.crc32(_sample(obj.encode("utf-8", "surrogatepass")), before)
+            return zlib.crc32(_sample(obj.encode("utf-8", "surrogatepass")), zlib.crc32(b"s", before))
         if isinstance(obj, (bytes, bytearray)):
-            return zlib.crc32(_sample(obj), before)
+            return zlib.crc32(_sample(obj), zlib.crc32(b"b", before))
         if isinstance(obj, torch.Tensor):
             with no_torch_function():
                 return _tensor(obj, before)
@@ -124,6 +126,13 @@ class _Walk:
         if array.dtype.hasobject:
             return self._items(array.ravel()[:_BUDGET].tolist() if array.dtype.names is None else [], before, depth)
         return _values(array, before)
+
+
+def _whole_number(number: int) -> bytes:
+    try:
+        return b"i" + _WHOLE_NUMBER.pack(number)
+    except struct.error:  # it is longer
+        return b"l%x" % number
 
 
 def _tensor(tensor: torch.Tensor, before: int) -> int:

@@ -254,6 +254,13 @@ class Position:
         return task_id if not self.iterable else self.delivered - (task_id == self._counted)
 
     @property
+    def last_step(self) -> tuple[int, int] | None:
+        """Epoch and step of the batch that the user was given last."""
+        with self.lock:
+            self.settle()
+            return None if self._counted < 0 else (self.epoch_of_run, self.step_of(self._counted))
+
+    @property
     def leaves_out(self) -> bool:
         """Whether `skip_steps` leaves out the next batch of a stream, which was built, for the stream goes on."""
         return self.iterable and self.skips.has((self.epoch_of_run, self.delivered))

@@ -44,7 +44,15 @@ class SkipSteps:
         self.end = math.inf  # no step of this number, or a later one, is drawn
         self.only_worker: int | None = None  # that has work
         self.steps: set[Step] = {*known}
+        self._in_order: tuple[Step, ...] = ()
         self._add(steps_in(given), at)
+
+    @property
+    def in_order(self) -> tuple[Step, ...]:
+        """The steps, ascending: the same object as long as they are the same."""
+        if len(self._in_order) != len(self.steps):  # some were added, or left out by `forget`
+            self._in_order = tuple(sorted(self.steps))
+        return self._in_order
 
     def has(self, step: Step) -> bool:
         """Whether a step, which is about to be drawn, is skipped."""
@@ -89,19 +97,20 @@ class AllBut(SkipSteps):
     """Skips what is not needed to build one batch again.
 
     Args:
-        needed: the steps of the epoch that are built.
+        needed: the steps of the epoch that are built, but for those that were skipped in the run.
+        skipped: these, as a state has them.
         end: the step after the last one.
         worker_id: the worker that builds them.
     """
 
-    def __init__(self, needed: Container[int], end: int, worker_id: int) -> None:
+    def __init__(self, needed: Container[int], end: int, worker_id: int, skipped: Iterable[Step] = ()) -> None:
         super().__init__()
-        self._needed = needed
+        self._needed, self._skipped = needed, {*skipped}
         self.end, self.only_worker = end, worker_id
 
     @override
     def has(self, step: Step) -> bool:
-        return step[1] not in self._needed
+        return step[1] not in self._needed or step in self._skipped
 
 
 def steps_in(given: Given) -> set[Step]:
@@ -110,11 +119,13 @@ def steps_in(given: Given) -> set[Step]:
     Raises:
         ValueError: one is negative, or a line of the file is no step.
         TypeError: it holds something that is no step.
-        OSError: there is no such file.
+        FileNotFoundError: there is no such file.
     """
     if given is None:
         return set()
     if isinstance(given, (str, os.PathLike)):
+        if not Path(given).exists():
+            raise FileNotFoundError(f"skip_steps names the file {given}, which is not there; make it, if only empty")
         return {*_read(Path(given))}
     try:
         return {_step(entry) for entry in given}

@@ -91,7 +91,9 @@ _reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
 _Cached = type(functools.lru_cache(len))
 _ArrayType: Any = type(ctypes.Array)
 
-_definitions: WeakKeyDictionary[type, tuple[str, bytes | None]] = WeakKeyDictionary()  # id, by-value pickle
+# Of each class: its id in cloudpickle, its pickle by value, and in a fork where its parent has it too.
+_definitions: WeakKeyDictionary[type, tuple[Any, ...]] = WeakKeyDictionary()
+_is_fork = False  # of the process that reads what is pickled here
 cloudpickle.register_pickle_by_value(types.ModuleType("__mp_main__"))
 
 
@@ -619,7 +621,7 @@ def _with_slots(cls: type, reduced: Any) -> Any:
 def _reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
     """A class's reduction that finds it by its id; the result of `reduce_by_value` for a class that travels by name."""
     definition = _definitions.get(cls)
-    if definition is None:
+    if definition is None or (_is_fork and len(definition) == 2):
         reduced = reduce_by_value(cls)
         if reduced is NotImplemented or reduced[0] not in (make_class, make_enum):
             return reduced
@@ -627,15 +629,37 @@ def _reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
             text = dumps_by_value(cls)
         except Exception:  # something unpicklable was added to it in this process; the id alone must suffice
             text = None
-        definition = _definitions[cls] = (id_of_class(cls), text)
+        at = (id(cls), cls.__module__, cls.__qualname__) if _is_fork else ()
+        definition = _definitions[cls] = (id_of_class(cls), text, *at)
     return _known_class, definition
 
 
-def _known_class(tracker_id: str, definition: bytes | None) -> Any:
+def _known_class(tracker_id: str, definition: bytes | None, *at: Any) -> Any:
     cls = classes_by_id.get(tracker_id)
+    if cls is None and at and (cls := _class_at(*at)) is not None:
+        classes_by_id[tracker_id] = cls
     if cls is None and definition is None:
         raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
     return _Definition(definition or b"").load() if cls is None else cls
+
+
+def note_fork() -> None:
+    """In a fork of the process that reads what is pickled here: that has this process's classes, at the same places."""
+    global _is_fork
+    _is_fork = True
+
+
+def _class_at(place: int, module: str, name: str) -> type | None:
+    """The class of this process that has this id and name."""
+    waiting, seen = [object], {id(object)}
+    while waiting:
+        for kind in type.__subclasses__(waiting.pop()):
+            if id(kind) == place and (kind.__module__, kind.__qualname__) == (module, name):
+                return kind
+            if id(kind) not in seen:
+                seen.add(id(kind))
+                waiting.append(kind)
+    return None
 
 
 class _Definition(pickle.Unpickler):

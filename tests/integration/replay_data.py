@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from rayloader import DataLoader
 
@@ -72,6 +72,16 @@ class KillsOnce(Augmented):
         return super().__getitem__(index)
 
 
+class DrawsOneByOne(Sampler):
+    """Draws each index from a global generator, when it is asked for it."""
+
+    def __iter__(self):
+        return (random.randrange(LENGTH) for _ in range(LENGTH))
+
+    def __len__(self):
+        return LENGTH
+
+
 class Stream(IterableDataset):
     """A stream whose workers end at different times."""
 
@@ -123,6 +133,8 @@ def seed(number):
 
 plain = make
 by_batch = functools.partial(make, seeding="batch")
+raising = functools.partial(make, Raising)
+stream = functools.partial(make, Stream)
 
 
 def rescaled():

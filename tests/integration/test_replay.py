@@ -1,5 +1,6 @@
 """Any batch of a run again: `DataLoader.batch_at` and `rayloader replay`, for runs of all kinds."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.data import RandomSampler
 from typer.testing import CliRunner
 
 import replay_data as data
@@ -156,7 +158,7 @@ def test_without_workers_the_program_s_generators_need_a_state_from_right_before
     [next(iterator) for _ in range(3)]
     state, fourth, fifth = through_json(loader.state_dict()), next(iterator), next(iterator)
     assert same(again(num_workers=0).batch_at(0, 3, state=state), fourth)
-    with pytest.raises(StateError, match="program's own random generators"):
+    with pytest.raises(StateError, match="samples draw from the program's own random generators"):
         again(num_workers=0).batch_at(0, 4, state=state)
     assert fifth is not None
 
@@ -345,6 +347,84 @@ def test_what_has_changed_between_two_runs_is_named(what, tmp_path, monkeypatch)
             again(data.OfFiles(tmp_path)).batch_at(0, 4, log=tmp_path / "a.arrows")
 
 
+def test_samplers_that_draw_one_by_one(tmp_path):
+    """Earlier steps than the state's are drawn with the generators of the epoch's start, later ones not by guess."""
+    options = {"shuffle": None, "num_workers": 2}
+
+    def replacing():
+        generator = torch.Generator().manual_seed(3)
+        return RandomSampler(range(data.LENGTH), replacement=True, num_samples=80, generator=generator)
+
+    def drawing():
+        return data.DrawsOneByOne()
+
+    refused = []
+    for sampler in (replacing, drawing):
+        run = run_of(sampler=sampler(), epochs=1, **options)
+        for state in run.states[1:3]:
+            for step in (0, 1, 2, 5, 7):
+                try:
+                    batch = again(sampler=sampler(), **options).batch_at(0, step, state=state)
+                except StateError as error:
+                    refused.append((sampler, step >= state["position"]["next_task"], str(error)))
+                else:
+                    assert same(batch, run.epochs[0][step])
+    assert {one[:2] for one in refused} == {(drawing, True)}
+    assert all("the sampler draws from the program's own random generators" in error for _, _, error in refused)
+
+
+def test_a_step_without_end_is_refused_at_once():
+    run = run_of(epochs=1)
+    for step in (10**7, 10**9, 10**30):
+        with pytest.raises(StateError, match="never delivered"):
+            again().batch_at(0, step, state=run.states[0])
+
+
+def test_a_step_that_the_log_of_a_killed_run_lacks_is_built_without_it(tmp_path):
+    path = tmp_path / "run.arrows"
+    run = run_of(provenance=path, epochs=1)
+    log = provenance.read(path)
+    log.iterations[0] = dataclasses.replace(log.iterations[0], rows=log.iterations[0].rows.slice(0, 3))
+    rebuilt = rebuild.rebuilt_in_fork(again(), log.states_of(0), 0, 6, log)
+    assert same(rebuilt.batch, run.epochs[0][6])
+    assert not rebuilt.is_compared
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_classes_of_a_function_are_the_program_s_own(num_workers):
+    class Own:
+        def __init__(self, index):
+            self.index = index
+
+    class OwnError(Exception):
+        pass
+
+    class Objects(data.Augmented):
+        def __getitem__(self, index):
+            if index == 5:
+                raise OwnError
+            return Own(index)
+
+    loader = data.make(Objects(), num_workers, collate_fn=list, shuffle=False, **FORKS)
+    state, iterator = loader.state_dict(), iter(loader)
+    first = next(iterator)
+    with pytest.raises(OwnError):
+        next(iterator)
+    assert [type(one) for one in first] == [Own] * 4
+    assert [type(one) for one in loader.batch_at(0, 0, state=state)] == [Own] * 4
+    with pytest.raises(OwnError):
+        loader.batch_at(0, 1, state=state)
+
+
+def test_a_worker_builds_no_batch_again():
+    class Asks(data.Augmented):
+        def __getitem__(self, index):
+            return data.make(num_workers=0).batch_at(0, 0)
+
+    with pytest.raises(RayloaderError, match=r"batch_at\(\) can't be called in a worker"):
+        next(iter(data.make(Asks(), **FORKS)))
+
+
 # ---- the command
 
 
@@ -397,7 +477,7 @@ def test_the_command_builds_a_step_from_a_log(command, saved, tmp_path):
 def test_the_command_verifies_a_share_of_an_epoch(command, saved, tmp_path):
     log = tmp_path / "run.arrows"
     code, printed = command(log, "--loader", "replay_data:plain", "--epoch", 1, "--verify", 0.3)
-    assert (code, "3 of 10 batches" in printed) == (0, True)
+    assert (code, "Built again: 3 of 10 batches" in printed) == (0, True)
     code, printed = command(log, "--loader", "replay_data:rescaled", "--epoch", 1, "--verify", 0.1)
     assert (code, "differs from what the run delivered" in printed) == (2, True)
 
@@ -430,7 +510,10 @@ WRONG = {
     ),
     "two logs": (("run.arrows", "--step", 1, "--epoch", 0), "one log at most"),
     "no such step": (("--step", 99, "--epoch", 0), "never delivered"),
-    "no such epoch": (("--step", 1, "--epoch", 7), "epoch 7"),
+    "no such epoch": (("--step", 1, "--epoch", 7), "the sources have no state of epoch 7, but of epochs [0, 1]"),
+    "no folder": (("--step", 1, "--epoch", 0, "--html", "none/page.html"), "there is no folder none"),
+    "nothing to decode for": (("--step", 1, "--epoch", 0, "--decode", "replay_data:words"), "pass --html too"),
+    "a share of nothing": (("--epoch", 0, "--verify", 0), "must be a share of the batches above 0"),
 }
 
 
@@ -442,6 +525,72 @@ def test_what_the_command_cannot_do_is_said_in_one_line(command, saved, tmp_path
         arguments += ["--loader", "replay_data:plain"]
     code, printed = command(tmp_path / "run.arrows", *arguments)
     assert (code, message in printed) == (2, True), printed
+
+
+def test_a_rank_that_the_sources_are_not_of(command, tmp_path):
+    data.seed(3)
+    (tmp_path / "state.json").write_text(json.dumps(data.of_rank(1, 4).state_dict()))
+    arguments = (tmp_path / "state.json", "--loader", "replay_data:of_rank", "--step", 2, "--rank", 3, "--world", 4)
+    code, printed = command(*arguments)
+    assert (code, "the sources are of ranks [1], and not of rank 3" in printed) == (2, True)
+
+
+def test_a_step_that_raised_raises_in_one_line_and_is_not_verified(command, tmp_path):
+    path = tmp_path / "run.arrows"
+    run = run_of(data.Raising, provenance=path, epochs=1)
+    [step] = [step for step, one in run.epochs[0].items() if isinstance(one, ValueError)]
+    code, printed = command(path, "--loader", "replay_data:raising", "--step", step)
+    assert (code, "raised, and no batch came, as in the run: ValueError" in printed) == (2, True)
+    code, printed = command(path, "--loader", "replay_data:raising", "--verify", 1)
+    assert (code, "Built again: 9 of 9 batches" in printed) == (0, True)
+
+
+@pytest.mark.parametrize("dataset", [data.Augmented, data.Stream])
+def test_a_step_that_was_left_out_is_not_verified(command, tmp_path, dataset):
+    path = tmp_path / "run.arrows"
+    run_of(dataset, provenance=path, epochs=1, skip_steps=[1])
+    name = "plain" if dataset is data.Augmented else "stream"
+    code, printed = command(path, "--loader", f"replay_data:{name}", "--verify", 1)
+    assert (code, "all are the log's" in printed) == (0, True), printed
+
+
+def test_a_run_that_leaves_out_what_it_had_delivered_before(tmp_path):
+    """The checkpoint is so near before the step that the resumed run draws it at once."""
+    path = tmp_path / "run.arrows"
+    data.seed(1)
+    loader = data.make(provenance=path, **FORKS)
+    iterator = iter(loader)
+    [next(iterator) for _ in range(5)]
+    state = through_json(loader.state_dict())
+    [next(iterator) for _ in range(3)]
+    del iterator, loader
+    resumed = again(provenance=path, skip_steps=[6])
+    resumed.load_state_dict(state)
+    list(resumed)
+    rows = provenance.read(path).steps_of(0)
+    assert rows["step"].to_pylist() == [*range(10)]
+    assert rows["outcome"].to_pylist() == [0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
+
+
+def test_building_again_writes_to_no_log(tmp_path):
+    path = tmp_path / "run.arrows"
+    run_of(provenance=path, epochs=1)
+    before = path.read_bytes()
+    loader = again(provenance=path)
+    loader.batch_at(0, 4)
+    rebuild.Rebuilding(loader, [*provenance.read(path).states_of(0)], 0, 4).run()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_last_step_is_told_as_it_is_counted(num_workers):
+    loader = again(num_workers=num_workers, skip_steps=[0, 3], shuffle=False)
+    assert loader.last_step is None
+    for batch in loader:
+        assert loader.last_step == (0, batch[0][0].item() // 4)
+    assert loader.last_step == (0, 9)
+    next(iter(loader))
+    assert loader.last_step == (1, 0)
 
 
 def test_a_share_is_compared_with_a_log_alone(command, saved, tmp_path):

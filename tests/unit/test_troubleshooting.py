@@ -413,6 +413,7 @@ TESTS = {
     },
     "unit/test_skips.py": {
         "test_what_is_no_step_is_refused": ["skip_steps must hold numbers of steps, or pairs"],
+        "test_a_file_that_is_not_there_is_an_error": ["skip_steps names the file"],
         "test_steps_and_epochs_count_from_0": ["skip_steps must hold numbers of steps and epochs"],
         "test_a_line_that_is_no_step_is_named": ["skip_steps: each line of"],
         "test_an_entry_that_comes_too_late_is_told_once_and_has_no_effect": ["skip_steps names ..., but the run"],
@@ -423,6 +424,10 @@ TESTS = {
         "test_a_place_that_does_not_exist": ["epoch and step must", "to build step", "step ... was never"],
         "test_what_the_command_cannot_do_is_said_in_one_line": [
             "say which batch to build",
+            "the sources have no state of epoch",
+            "there is no folder ... for ...; make it first",
+            "--decode is for the picture",
+            "--verify must be a share",
             "say which epoch by",
             "... must be or return",
             "... must be a function that takes",
@@ -430,15 +435,18 @@ TESTS = {
             "one log at most",
         ],
         "test_a_share_is_compared_with_a_log_alone": ["--verify compares with"],
+        "test_a_rank_that_the_sources_are_not_of": ["the sources are of ranks"],
+        "test_a_step_that_raised_raises_in_one_line_and_is_not_verified": ["step ... raised, and no batch came"],
         "test_any_step_of_a_run_is_built_again_from_each_state_of_its_epoch_that_suits": [
             "step ... can't be built from this state",
             "step ... depends on the batches",
         ],
         "test_without_workers_the_program_s_generators_need_a_state_from_right_before_the_step_or_a_log": [
-            "without workers, samples draw from the program's own"
+            "the ... from the program's own random"
         ],
         "test_another_transform_is_an_error_where_a_log_tells": ["step ... can't be built again"],
         "test_a_process_that_dies_is_an_error": ["the process that was to build step"],
+        "test_a_worker_builds_no_batch_again": ["batch_at() can't be called in a worker"],
     },
     "unit/test_made_anew.py": {
         "test_a_thread_is_an_error": ["cannot pickle ... object", "a thread of"],
@@ -527,6 +535,7 @@ TESTS = {
         "test_a_function_is_called_with_each_value": ["decode[...] raised"],
     },
     "unit/test_parquet.py": {
+        "test_a_file_that_is_replaced_while_it_is_read_is_an_error": ["... was replaced while"],
         "test_what_is_wrong_is_an_error_that_says_so": [
             "there is no file or folder",
             "... of a ParquetStream must be a whole number",
