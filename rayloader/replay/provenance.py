@@ -149,7 +149,7 @@ class LogFile:
                 "rayloader: the provenance log %s cannot be written, and the program goes on without it: %s; it is "
                 "tried again, and %s",
                 self.path,
-                error,
+                str(error),  # the error itself would keep this file with its traceback
                 f"{len(lost)} messages of up to {ROWS} rows are lost" if lost else "nothing is lost so far",
             )
         self._has_failed = True

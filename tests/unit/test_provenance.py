@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -275,16 +276,49 @@ def test_what_is_not_there_is_an_error(tmp_path):
         log.row(0, 9)
 
 
-@pytest.mark.parametrize("content", [b"", b"no log", pa.schema([("a", pa.int8())]).serialize().to_pybytes()])
+@pytest.mark.parametrize("content", [b"no log", pa.schema([("a", pa.int8())]).serialize().to_pybytes()])
 def test_another_file_is_refused_and_left_as_it_is(tmp_path, content):
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(RayloaderError, match="is no provenance log"):
         read(path)
-    if content:
-        with pytest.raises(RayloaderError, match="is no provenance log"):
-            iter(DataLoader(Squares(), provenance=path))
-        assert path.read_bytes() == content
+    with pytest.raises(RayloaderError, match="is no provenance log"):
+        iter(DataLoader(Squares(), provenance=path))
+    assert path.read_bytes() == content
+
+
+def test_an_empty_file_is_a_log_without_rows(tmp_path):
+    (tmp_path / "file").touch()
+    assert read(tmp_path / "file").iterations == []
+    list(DataLoader(Squares(), provenance=tmp_path / "file"))
+    assert read(tmp_path / "file").steps_of(0)["step"].to_pylist() == [*range(12)]
+
+
+@pytest.mark.parametrize("deed", ["truncated", "deleted"])
+def test_what_somebody_does_to_the_file_is_told_and_the_training_goes_on(tmp_path, caplog, deed):
+    path = tmp_path / "log"
+    loader = DataLoader(Squares(), provenance=path)
+    assert len(list(loader)) == 12
+    iterator = iter(loader)
+    next(iterator)
+    path.unlink() if deed == "deleted" else path.write_bytes(b"")
+    assert len(list(iterator)) == 11
+    assert f"was {deed} while it is written" in caplog.text
+    assert len(list(loader)) == 12
+    assert read(path).steps_of(2)["step"].to_pylist() == [*range(12)]
+
+
+def test_what_a_full_disk_never_took_is_told(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    loader = DataLoader(Squares(), provenance=tmp_path / "log")
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "ftruncate", full)
+    assert len(list(loader)) == 12
+    del loader
+    gc.collect()
+    assert re.search(r"\d messages of up to 1024 rows could not be written to the provenance log", caplog.text)
 
 
 def test_a_damaged_log_is_refused_and_not_cut(tmp_path):
