@@ -6,15 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
-import rayloader
 from interrupts import interrupted_at, no_hang
 from provenance_data import Dying, Noisy, Numbers
 from rayloader import DataLoader, RayloaderError, share
 from rayloader.replay.provenance import OUTCOMES, read
+from rayloader.workers.janitor import janitor
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 BATCH = 3
@@ -91,6 +92,13 @@ def test_digests_do_not_depend_on_who_builds_a_batch(tmp_path):
     assert sum(skipped for _, _, skipped in found[0][0]) == 1
 
 
+def wait_for_ends():
+    """Until the iterators that were dropped have ended; `shutdown()` would end the Ray of all tests."""
+    done = threading.Event()
+    janitor.later(done.set)
+    assert done.wait(60)
+
+
 @KINDS
 def test_an_epoch_that_is_broken_off_has_what_the_user_got(tmp_path, workers):
     loader = make(tmp_path / "log", workers=workers)
@@ -100,7 +108,7 @@ def test_an_epoch_that_is_broken_off_has_what_the_user_got(tmp_path, workers):
         if len(got) == 3:
             break
     del loader
-    rayloader.shutdown()  # which waits for the end of the iterator
+    wait_for_ends()
     assert [indices for (indices,) in rows(read(tmp_path / "log"), "indices")[0]] == indices_of(got)
 
 
@@ -123,7 +131,7 @@ def test_the_iteration_of_a_resumed_epoch_has_the_rest(tmp_path):
     first = [next(iterator) for _ in range(3)]
     state = loader.state_dict()
     del iterator, loader
-    rayloader.shutdown()
+    wait_for_ends()
     again = make(tmp_path / "log", workers="fork")
     again.load_state_dict(state)
     rest = list(again)
@@ -263,7 +271,7 @@ def test_an_interrupt_loses_and_doubles_no_row(tmp_path, num_workers):
         taken = loader.state_dict()["_num_yielded"] if num_workers else len(got)
         del iterator, loader
         gc.collect()
-        rayloader.shutdown()
+        wait_for_ends()
         steps = [step for (step,) in rows(read(path), "step")[0]]
         if num_workers:
             assert steps == [*range(taken)], interrupt.where

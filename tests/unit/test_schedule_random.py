@@ -395,7 +395,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert len(tasks) + self.owed <= self.deepest * len(self.workers)
             if self.schedule.in_order and not self.schedule.elastic and not self.schedule.dynamic:
                 for k in range(len(self.workers)):
-                    assert sum(task.worker_id == k for task in tasks) <= self.prefetch_factor
+                    mine = sum(task.worker_id == k for task in tasks)
+                    assert mine <= (len(self.workers) * self.prefetch_factor if self.skips else self.prefetch_factor)
 
     @invariant()
     def order_holds_and_nothing_comes_twice(self):
@@ -443,7 +444,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert sorted(self.taken) == [i for i in range(self.first, self.drawn) if i not in self.skips]
             assert self.left_in_sampler == 0 or self.sampler_failed
             for task_id in self.taken:
-                if self.schedule.in_order and not self.schedule.dynamic and not self.skips:
+                if self.schedule.in_order and not self.schedule.dynamic:
                     assert self.origin[task_id][0] == task_id % len(self.workers)
 
 
