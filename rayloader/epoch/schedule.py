@@ -54,8 +54,8 @@ from rayloader.task import ANY_WORKER, DELIVERED, GONE, LOST, OUTSTANDING, QUEUE
 # for each batch that is taken, which is when torch draws. In order, an exhausted worker's places in
 # the window are dropped, so the others keep their own limit. Without order the others' shares grow (torch's rule), and
 # the places are drawn again: otherwise the last worker could be left without a task, and with nothing to take nothing
-# would ever be drawn. In order, a task that is left out keeps its worker's turn: for a while another worker may have one
-# more than its share, but all together never more than the window.
+# would ever be drawn. In order, a task that is left out keeps its worker's turn: for a while another worker may have
+# one more than its share, but all together never more than the window.
 #
 # NOTE [elastic]
 # If the depth is automatic, the window is as deep as the fastest worker needs (depth.py), and at least torch's.
