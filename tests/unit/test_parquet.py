@@ -373,8 +373,9 @@ def test_resuming_reads_no_row_group_before_the_position_but_those_of_rows_that_
     with Reader((count - 1, count)).reads():
         iterator = iter(ParquetStream(folder, **arguments))
         pieces = [group for group, _, _ in iterator._pieces]
-        for _ in iter(lambda: next(iterator, None), None):
-            state = iterator.state_dict()
+        # To the end first: while an iterator lives, its thread loads the next row group at any time.
+        states = [iterator.state_dict() for _ in iter(lambda: next(iterator, None), None)]
+        for state in states:
             resumed = iter(ParquetStream(folder, **arguments))
             loaded.clear()
             resumed.load_state_dict(state)
