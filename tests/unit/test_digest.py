@@ -1,0 +1,31 @@
+"""The checksum of a batch: equal for equal batches, and different for what a program tells apart."""
+
+import enum
+
+import pytest
+import torch
+
+from rayloader.resume.digest import digest, digest_of
+
+LABELS = [-1, -2, 0, 1, True, False, 0.0, 1.0, None, "a", b"a", 2**61 - 1, 2**70]
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize("checksum", [digest, digest_of])
+def test_labels_that_hash_alike_have_digests_of_their_own(checksum):
+    """Python's hash of -1 is that of -2, and that of True is 1's."""
+    assert len({checksum([torch.ones(2), label]) for label in LABELS}) == len(LABELS)
+
+
+@pytest.mark.parametrize("checksum", [digest, digest_of])
+@pytest.mark.parametrize("label", [*LABELS, Kind.ONE, 2**200, float("nan")], ids=repr)
+def test_equal_batches_have_equal_digests(checksum, label):
+    assert checksum([torch.ones(2), label]) == checksum([torch.ones(2), label])
+
+
+def test_an_exception_in_the_place_of_a_batch_counts_by_its_type():
+    assert digest_of(None, ValueError("one")) == digest_of(None, ValueError("another"))
+    assert digest_of(None, ValueError()) != digest_of(None, KeyError())
