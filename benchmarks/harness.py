@@ -261,3 +261,14 @@ def clean_exit() -> Iterator[None]:
         sys.exit("interrupted")
     except PeerError as error:
         sys.exit(f"error: {error}")
+
+
+def report_compared(found: dict[bool, list[tuple[float, float]]], names: tuple[str, str]) -> None:
+    """Prints medians for a batch with something and without it, and the median ratio of neighbours; from seconds."""
+    for place, what in enumerate(names):
+        with_it, without = ([times[place] for times in found[on]] for on in (True, False))
+        ratio = statistics.median(a / b for a, b in zip(with_it, without, strict=True))
+        print(
+            f"{what} for a batch: {statistics.median(with_it) * 1e6:.1f} us with, "
+            f"{statistics.median(without) * 1e6:.1f} us without; ratio {ratio:.4f}"
+        )

@@ -14,7 +14,6 @@ Last results: docs/decisions.md, "The provenance log is an Arrow stream without 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from cases import CASES
+from harness import report_compared
 from rayloader import DataLoader, shutdown
 from rayloader.replay import provenance
 
@@ -99,13 +99,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             for logs in (True, False) if number % 2 else (False, True):
                 found[logs].append(epoch(loaders[logs]))
-        for place, what in enumerate(("time", "CPU time of the driver")):
-            with_it, without = ([times[place] for times in found[logs]] for logs in (True, False))
-            ratio = statistics.median(a / b for a, b in zip(with_it, without, strict=True))
-            print(
-                f"{what} for a batch: {statistics.median(with_it) * 1e6:.1f} us with, "
-                f"{statistics.median(without) * 1e6:.1f} us without; ratio {ratio:.4f}"
-            )
+        report_compared(found, ("time", "CPU time of the driver"))
         shutdown()
         print(f"alone: {alone(folder, case.batch_size):.2f} us of CPU time for a batch")
         others, indices = bytes_of(Path(folder, "log.arrows"))

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import statistics
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from cases import CASES
+from harness import report_compared
 from rayloader import DataLoader, shutdown
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.iterator import EpochIterator
@@ -122,13 +122,7 @@ def main() -> None:
             switch(on)
             found[on].append(epoch(loader))
     switch(True)
-    for place, what in enumerate(("CPU time of the driver", "time")):
-        with_it, without = ([times[place] for times in found[on]] for on in (True, False))
-        ratio = statistics.median(a / b for a, b in zip(with_it, without, strict=True))
-        print(
-            f"{what} for a batch: {statistics.median(with_it) * 1e6:.1f} us with, "
-            f"{statistics.median(without) * 1e6:.1f} us without; ratio {ratio:.4f}"
-        )
+    report_compared(found, ("CPU time of the driver", "time"))
     shutdown()
     print(f"alone: {in_the_driver():.2f} us in the driver, {in_the_worker():.2f} us in the worker")
 

@@ -11,10 +11,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import IterDataPipe, get_worker_info
 
 from rayloader.errors import RayloaderError
+from rayloader.resume.ranks import trains_in_a_group
 
 logger = logging.getLogger("rayloader")
 
@@ -142,5 +142,4 @@ def ranks_told(loader: Any) -> tuple[int, int] | None:
 def _ranks_of(given: tuple[int, int] | None) -> tuple[int, int] | None:
     if given is not None:
         return given
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return None if several else (0, 1)
+    return None if trains_in_a_group() else (0, 1)

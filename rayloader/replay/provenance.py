@@ -46,7 +46,7 @@ from rayloader.errors import RayloaderError
 from rayloader.observe.recorder import Tally
 from rayloader.resume import checkpoint
 from rayloader.resume.position import Position
-from rayloader.resume.samplers import Samplers
+from rayloader.resume.ranks import trains_in_a_group
 from rayloader.resume.state import VERSIONS, State
 from rayloader.task import Outcome
 
@@ -214,17 +214,10 @@ def _path_of(loader: Any) -> Path:
         return Path(given)
     os.makedirs(given, exist_ok=True)
     name = re.sub(r"[^\w.-]", "_", loader.label)
-    rank = _rank_of(loader)
+    rank = checkpoint.rank_of(loader)
+    if rank is None and trains_in_a_group():
+        rank = torch.distributed.get_rank()
     return Path(given, f"{name}.arrows" if rank is None else f"{name}-rank{rank}.arrows")
-
-
-def _rank_of(loader: Any) -> int | None:
-    """The rank whose batches these are; None if there is only one."""
-    ranks = Samplers(loader).part or loader._ranks
-    if ranks is not None:
-        return int(ranks.rank)
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if several and torch.distributed.get_world_size() > 1 else None
 
 
 def _lock(descriptor: int, path: Path) -> None:

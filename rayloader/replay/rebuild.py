@@ -102,7 +102,6 @@ class Rebuilding:
 
     def __init__(self, loader: Any, states: Iterable[Any], epoch: int, step: int, log: Log | None = None) -> None:
         self._loader, self._step = loader, step
-        self._of_program = not loader.num_workers and loader.seeding != "batch"
         packed = _nearest(loader, states, epoch, step)
         self._plan = _planned(loader, checkpoint.load(loader, packed), step, log)
         self.before = self._plan.before
@@ -151,7 +150,8 @@ class Rebuilding:
             raise _never_came(self._step)
         if error is not None:
             raise error
-        draws = "sampler draws" if loader.num_workers else "samples draw" if self._of_program and plan.before else ""
+        of_samples = "samples draw" if loader.seeding != "batch" and plan.before else ""
+        draws = "sampler draws" if loader.num_workers else of_samples
         if draws and known is None and not RandomState.capture([]).equals(before):
             raise StateError(
                 f"the {draws} from the program's own random generators, and the program may have used them too in "
@@ -390,7 +390,7 @@ def _alone(loader: Any) -> None:
     """Sets what does not matter to a batch as it serves one that is built alone."""
     loader.in_order, loader.scheduling, loader.prefetch_factor = True, "static", 2 if loader.num_workers else None
     loader.timeout, loader.on_timeout, loader.max_skipped = 0, "raise", sys.maxsize
-    loader.device, loader.prefetch_to_device, loader.pin_memory, loader.provenance = None, None, False, None
+    loader.device, loader.prefetch_to_device, loader.pin_memory = None, None, False
     if sys.platform == "linux":
         loader.workers, loader.ray_remote_args, loader.arenas, loader.multiprocessing_context = "fork", None, True, None
 

@@ -13,8 +13,6 @@ import sys
 import warnings
 from typing import Any
 
-import torch
-
 from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
 from rayloader.namespaces import is_own_module, namespace_of, own_modules
@@ -23,7 +21,7 @@ from rayloader.random.generators import Located, import_modules, located
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import Found, in_words, search
 from rayloader.resume.position import Checksums, Position
-from rayloader.resume.ranks import Stage, in_batches, order_of, share
+from rayloader.resume.ranks import Stage, in_batches, order_of, share, trains_in_a_group
 from rayloader.resume.samplers import RANK, Samplers
 from rayloader.resume.skips import SkipSteps, Step
 from rayloader.resume.snapshot import WorkerState, load_state, told_by
@@ -82,9 +80,7 @@ def read_skips(loader: Any, position: Position, instead: SkipSteps | None = None
     if instead is not None:
         position.skips = instead
         return
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    ranks = ranks and torch.distributed.get_world_size() > 1
-    several = ranks or loader._ranks is not None or position.samplers.part is not None
+    several = trains_in_a_group() or ranks_in(loader, position.samplers) is not None
     position.read_skips(loader.skip_steps, is_one_of_several=several)
 
 
@@ -185,7 +181,13 @@ def fresh_worker(place: SavedPlace | None) -> SavedWorker:
 
 def rank_of(loader: Any) -> int | None:
     """The rank of a loader that is one of several ranks'."""
-    return _fits(loader, Samplers(loader)).rank
+    ranks = ranks_in(loader, Samplers(loader))
+    return None if ranks is None else int(ranks.rank)
+
+
+def ranks_in(loader: Any, samplers: Samplers) -> Any:
+    """What divides a loader's data among ranks, with their number and its own; None if nothing does."""
+    return samplers.part if samplers.part is not None else loader._ranks
 
 
 def fits_any_workers(state: State) -> bool:
@@ -318,7 +320,7 @@ def _check(loader: Any, samplers: Samplers, state: State, *, any_rank: bool = Fa
 
 
 def _fits(loader: Any, samplers: Samplers) -> Fits:
-    ranks: Any = samplers.part if samplers.part is not None else loader._ranks
+    ranks = ranks_in(loader, samplers)
     return Fits(
         loader.batch_size,
         loader.drop_last,

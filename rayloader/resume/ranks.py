@@ -41,6 +41,11 @@ _NUMBERS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("worl
 _MOST_HELD = 20  # samplers in each other
 
 
+def trains_in_a_group() -> bool:
+    """Whether this process is one of several of torch.distributed's, whatever its loaders were told."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters are torch's affair
     """A rank's part of a sampler's items, or of the batches of a batch sampler.
 
