@@ -98,27 +98,39 @@ _LIBRARIES = tuple(
 _OF_SOURCES = "pyproject.toml", "setup.py", "setup.cfg"  # in the folder of a project, or the one above its packages
 _LISTS = "RECORD", "top_level.txt"  # of metadata: lines that begin with the name of a package or of a file
 
+_MAIN = "__main__", "__mp_main__"
 _not_own: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by name
+# As of the last look: the program's own modules, and of all modules their number and the name of the newest. A look at
+# each of the others takes a fork milliseconds, because it writes to their pages.
+_own: list[tuple[str, weakref.ref[Any]]] = []
+_seen: tuple[int, str] | None = None
 
 
-def own_modules(*, main: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def own_modules(*, main: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Names and globals of the program's modules. There are thousands of others, which are examined once.
 
     Args:
         main: with the one that was run, which only forks have as a module; actors have what of it is pickled by value.
     """
-    modules = list(sys.modules.items())
-    for name, module in [one for one in modules if (ref := _not_own.get(one[0])) is None or ref() is not one[1]]:
-        if name in ("__main__", "__mp_main__"):
-            if main:
-                yield name, namespace_of(module)
+    as_before = _seen == (len(sys.modules), next(reversed(sys.modules)))
+    if not as_before or not all(ref() is sys.modules.get(name) for name, ref in _own):
+        _look()
+    return [(name, namespace_of(ref())) for name, ref in _own if main or name not in _MAIN]
+
+
+def _look() -> None:
+    """Examines the modules that have been imported since the last look."""
+    global _own, _seen
+    seen, own = (len(sys.modules), next(reversed(sys.modules))), []
+    for name, module in list(sys.modules.items()):
+        if (ref := _not_own.get(name)) is not None and ref() is module:
             continue
-        attributes = namespace_of(module)
-        file = attributes.get("__file__")
-        if _is_own(name, file):
-            yield name, attributes
+        file = namespace_of(module).get("__file__")
+        if name in _MAIN or _is_own(name, file):
+            own.append((name, weakref.ref(module)))
         elif isinstance(file, str):
             _not_own[name] = weakref.ref(module)
+    _own, _seen = own, seen
 
 
 def is_own_module(module: types.ModuleType) -> bool:

@@ -42,6 +42,8 @@ _CODE = ATOMS | {types.FunctionType, staticmethod, classmethod, property, functo
 _CODE |= {types.MemberDescriptorType, types.GetSetDescriptorType, type(functools.lru_cache(len))}
 _SEQUENCES = list, tuple, collections.deque
 _ENDS = (types.ModuleType, torch.Tensor, np.ndarray, *KINDS)
+# What a loader of the program's keeps of its epochs: many objects, and no generators of the program's.
+_BOOKKEEPING = "rayloader.epoch.", "rayloader.observe.", "rayloader.resume.", "rayloader.workers."
 # What objects of Python's own kinds hold beside their attributes.
 _HELD = {
     types.FunctionType: ("__closure__", "__defaults__", "__kwdefaults__"),
@@ -121,7 +123,7 @@ def _parts(obj: Any) -> Iterator[tuple[Step, Any]]:
     kind = type(obj)
     if issubclass(kind, type) and is_own_name(attributes_of(obj).get("__module__")):
         yield from _parts_but_code(attributes_of(obj))
-    if issubclass(kind, (type, *_ENDS)):
+    if issubclass(kind, (type, *_ENDS)) or str(attributes_of(kind).get("__module__")).startswith(_BOOKKEEPING):
         return
     for name in _HELD.get(kind, ()):
         with contextlib.suppress(ValueError):  # an empty cell

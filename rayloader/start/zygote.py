@@ -1,8 +1,8 @@
 """The zygote: a fork of the driver that forks worker processes when it is told to, and does nothing else.
 
-Promise: every fork sees the program as it was when the zygote was made, however late it is asked for. Zygote and forks
-end with the driver, and the forks with the zygote. They run one thread, and nothing of Ray; they end by `os._exit`.
-Where Ray, CUDA or other threads run in the driver already, they exist in no fork, as in torch's workers.
+Promise: every fork sees the program as it was when the first one was asked for, however late it is asked for itself.
+Zygote and forks end with the driver, and the forks with the zygote. They run one thread, and nothing of Ray; they end
+by `os._exit`. Where Ray, CUDA or other threads run in the driver already, they exist in no fork, as in torch's workers.
 
 NOTE [Ends]. The driver's end is noticed by its process descriptor, which is readable then, whoever holds copies of the
 control socket: `PR_SET_PDEATHSIG` of the zygote would kill it with the *thread* that called `iter()`. The zygote has
@@ -52,19 +52,16 @@ _libc = ctypes.CDLL(None)  # loaded before there are forks
 
 
 class Zygote:
-    """The driver's end.
+    """The driver's end. The zygote is forked for the first fork.
 
     Args:
         work: what a fork does with the line that it is to serve, and with messages that come before those of the line.
         prepare: what a fork of low priority does for `prepared`: returns a message, and descriptors to pass on.
 
     Attributes:
-        pid: of the zygote.
+        pid: of the zygote; 0 before it is forked.
         forked: processes, by the names of the lines that they are to serve.
         failed: why no process could be forked, by the same.
-
-    Raises:
-        WorkerStartError: no process can be forked.
     """
 
     _control: socket.socket | None = None
@@ -73,21 +70,38 @@ class Zygote:
         self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
     ) -> None:
         self._driver = os.getpid()
+        self._work, self._prepare = work, prepare
+        self._closed = False
         self._lock = threading.RLock()
         self._statuses: dict[int, int] = {}
         self._prepared: tuple[Any, list[int]] | None = None
         self.forked: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self.pid = 0
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _live.add(self)
+
+    def fork(self, address: LineAddress, early: list[bytes]) -> None:
+        """Lets it fork a process that serves this line, after some messages; the process connects to it.
+
+        Raises:
+            WorkerStartError: the zygote itself can't be forked.
+        """
+        order = ("fork", address, early)
+        if self.pid or self._closed:
+            self._tell(order)
+        else:
+            self._begin(order)
+
+    def _begin(self, order: tuple[Any, ...]) -> None:
+        """Forks the zygote, which carries out this order first."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         flush_streams()  # or each fork would print what is in their buffers
         try:
             self.pid = _fork()
             if self.pid == 0:
-                _serve(theirs, self._driver, work, prepare, blocked)
+                _serve(theirs, self._driver, self._work, self._prepare, blocked, order)
         except OSError as error:
             raise WorkerStartError(
                 f"this process could not be forked: {error}. Use fewer workers, or raise the limit of processes "
@@ -99,10 +113,6 @@ class Zygote:
             if not self.pid:
                 self.close()
 
-    def fork(self, address: LineAddress, early: list[bytes]) -> None:
-        """Lets it fork a process that serves this line, after some messages; the process connects to it."""
-        self._tell(("fork", address, early))
-
     def kill(self, pid: int) -> None:
         """Kills a fork."""
         self._tell(("kill", pid))
@@ -113,7 +123,7 @@ class Zygote:
         with self._lock:
             while self._read():
                 pass
-            return self._control is not None
+            return not self._closed
 
     def status(self, pid: int, *, wait: bool = True) -> int | None:
         """How a fork has ended, as `os.waitpid` says; None if nobody knows, or if it lives.
@@ -173,6 +183,7 @@ class Zygote:
 
     def close(self) -> None:
         """Ends it; its forks have lost their lines, and end. Callable more than once, and by any thread."""
+        self._closed = True
         control, self._control = self._control, None
         if control is not None:
             if os.getpid() == self._driver:
@@ -235,8 +246,9 @@ def _serve(
     work: Callable[[LineAddress, list[bytes]], object],
     prepare: Callable[[], tuple[Any, list[int]]],
     blocked: set[int | signal.Signals],
+    order: tuple[Any, ...],
 ) -> NoReturn:
-    """Serves the control socket until the driver closes it, or ends."""
+    """Carries out an order, and those of the control socket, until the driver closes that, or ends."""
     forks: list[int] = []
     with contextlib.suppress(BaseException):
         collects = gc.isenabled()
@@ -251,11 +263,8 @@ def _serve(
         waits.register(control, select.POLLIN)
         with contextlib.suppress(OSError, AttributeError):
             waits.register(os.pidfd_open(driver), select.POLLIN)
-        while os.getppid() == driver and control.fileno() in [ready for ready, _ in waits.poll()]:
-            message = control.recv(_MESSAGE_BYTES)
-            if not message:
-                break
-            match pickle.loads(message):
+        while os.getppid() == driver:
+            match order:
                 case ("fork", address, early):
                     serve = functools.partial(run_as_process, functools.partial(work, address, early))
                     forks += _forked(control, address.name, serve, collects=collects)
@@ -269,6 +278,11 @@ def _serve(
                     if status is not None:
                         forks.remove(pid)
                     control.sendall(pickle.dumps(("status", pid, status)))
+            if control.fileno() not in [ready for ready, _ in waits.poll()]:
+                break
+            if not (message := control.recv(_MESSAGE_BYTES)):
+                break
+            order = pickle.loads(message)
     with contextlib.suppress(BaseException):
         _end(forks)
     os._exit(0)

@@ -1,8 +1,8 @@
 """The forks of one fleet: made by a zygote, and reached over lines.
 
-Promise: each fork sees the program as it was when the fleet began. If the zygote is killed, and its forks with it,
-another one is forked from the program as it is by then, which the log says: batches that are built again are compared
-with the delivered ones.
+Promise: each fork sees the program as it was when the fleet's workers began. If the zygote is killed, and its forks
+with it, another one is forked from the program as it is by then, which the log says: batches that are built again are
+compared with the delivered ones.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from typing_extensions import override
 
 from rayloader.errors import RaySessionError
+from rayloader.namespaces import own_modules
 from rayloader.protocol import Source, WorkerAddress
 from rayloader.start.signals import exit_in_words
 from rayloader.start.zygote import Zygote
@@ -98,6 +99,7 @@ class Forks(Processes):
         self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
     ) -> None:
         janitor.start()
+        own_modules()  # examines those that have been imported since: or each fork would do that
         self._new_zygote = functools.partial(Zygote, work, prepare)
         self.zygote = self._new_zygote()
         self._forks: list[Fork] = []

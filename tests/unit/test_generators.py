@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from rayloader import DataLoader
 from rayloader.errors import ReplayError
 from rayloader.random import generators, search
 from rayloader.random.generator_kinds import engine, kind_of, make_generator, set_state, state_of
@@ -537,3 +538,25 @@ def test_a_container_of_containers_that_hold_each_other_is_looked_through_once()
     assert found_in(contents) == []
     contents[0]["rng"] = random.Random(1)
     assert found_in(contents) == [contents[0]["rng"]]
+
+
+def test_a_loader_among_the_globals_is_searched_but_not_what_it_keeps_of_its_epochs(monkeypatch):
+    module = module_of("program", "with_loader", monkeypatch)
+    dataset = Holder()
+    module.loader = DataLoader([dataset], collate_fn=list)
+    module.iterator = iter(module.loader)
+    next(module.iterator)
+    followed = Generators({}, [])
+    module.iterator.generator = dataset.held = make("numpy")
+    assert paths_in(followed.look()) == ["with_loader.loader.dataset[0].held"]
+
+
+def test_a_module_that_replaces_another_of_its_name_is_searched(monkeypatch):
+    module_of("program", "replaced", monkeypatch)
+    Generators({}, [])
+    newest = next(reversed(sys.modules))
+    module_of("program", "replaced", monkeypatch).generator = make("python")
+    assert next(reversed(sys.modules)) == newest
+    followed = Generators({}, [])
+    sys.modules["replaced"].generator.random()
+    assert paths_in(followed.look()) == ["replaced.generator"]
