@@ -122,7 +122,7 @@ def live_memory_files():
 
 def image_files():
     """Names of the memory files of the images that loaders keep."""
-    if (iterators := sys.modules.get("rayloader.epoch.iterator")) is None:
+    if (hosts := sys.modules.get("rayloader.epoch.hosts")) is None:
         return set()
-    images = [kept.image for kept in iterators.loaders if kept.image]
+    images = [kept.image for kept in hosts.loaders if kept.image]
     return {file.name for image in images for file in image.address.files}

@@ -13,11 +13,11 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -34,6 +34,7 @@ from rayloader.data.shard_info import ranks_told
 from rayloader.epoch.depth import MAX_DEPTH, Pace
 from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
+from rayloader.epoch.hosts import datasets, fleet_for, loaders
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
 from rayloader.epoch.to_device import Moved, delivery_of, device_of
@@ -45,18 +46,9 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.samplers import Resuming
 from rayloader.resume.skips import SkipSteps
 from rayloader.resume.state import State
-from rayloader.start import session
 from rayloader.task import Task
-from rayloader.transport import codec
 from rayloader.workers.fleet import Fleet
-from rayloader.workers.forks import Forks
-from rayloader.workers.janitor import ends_with_program, janitor
-from rayloader.workers.takeover import Takeover
-from rayloader.workers.worker import Worker
-
-if TYPE_CHECKING:
-    from rayloader.replica.image import Image
-    from rayloader.transport.device import Accelerator
+from rayloader.workers.janitor import ends_with_program
 
 logger = logging.getLogger("rayloader")
 
@@ -130,73 +122,6 @@ def plan_epoch(
     )
     begin = Begin.RESUMED if resumed else Begin.NEXT if lives or finished else Begin.FRESH
     return EpochPlan(begin, not lives, elastic, goes_on, carries_over=not options.dynamic)
-
-
-@dataclass(eq=False, slots=True)
-class Kept:
-    """What one iterator of a loader leaves to the next.
-
-    Attributes:
-        image: of its replica, as last sent: the next one is compared with it.
-        paces: of its workers, as their last epoch left them.
-    """
-
-    image: Image | None = None
-    paces: list[Pace] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class Standing:
-    """What is known of a dataset, whichever loader has it.
-
-    Attributes:
-        stays: it can only be with forks.
-    """
-
-    stays: bool = False
-
-
-_Noted = TypeVar("_Noted")
-
-
-class _Notes(Generic[_Noted]):
-    """Notes on objects, by their identity. A note ends with its object, in the janitor's thread.
-
-    Args:
-        new: makes the first note on an object.
-    """
-
-    def __init__(self, new: Callable[[], _Noted]) -> None:
-        self._new = new
-        self._of: dict[int, tuple[weakref.ref[Any], _Noted]] = {}
-        self._later = janitor.later  # for finalizers, even at the interpreter's end
-
-    def of(self, obj: Any) -> _Noted:
-        """The note on an object; on one that takes no weak references a new one each time."""
-        ref, note = self._of.get(id(obj), (None, None))
-        if ref is None or note is None or ref() is not obj:
-            note = self._new()
-            with contextlib.suppress(TypeError):
-                self._of[id(obj)] = weakref.ref(obj, self._ends), note
-        return note
-
-    def _ends(self, _: object) -> None:
-        self._later(self._forget_dead)
-
-    def _forget_dead(self) -> None:
-        for number, (ref, _) in list(self._of.items()):
-            if ref() is None:
-                del self._of[number]
-
-    def clear(self) -> None:
-        """Forgets all."""
-        self._of.clear()
-
-    def __iter__(self) -> Iterator[_Noted]:
-        return iter([note for _, note in list(self._of.values())])
-
-
-loaders, datasets = _Notes(Kept), _Notes(Standing)
 
 
 class EpochIterator(OfOneProcess, BaseIterator):
@@ -378,12 +303,15 @@ class EpochIterator(OfOneProcess, BaseIterator):
         return kept.paces
 
     def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
-        standing = datasets.of(self._dataset)
-        options = self._options
-        forks = options.may_fork and (options.workers == "fork" or standing.stays or not session.is_wanted())
-        fleet = None if forks else self._with_actors(loader, standing)
-        if fleet is None:
-            fleet = self._forked(loader, standing)
+        fleet = fleet_for(
+            loader,
+            Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map)),
+            self._options,
+            num_workers=self._num_workers,
+            num_processes=self._num_hosts,
+            accelerator=self._delivery.accelerator,
+            lock=self.position.lock,
+        )
         try:
             setups = [
                 Setup(
@@ -409,74 +337,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 journal.rewinds = setups[0].max_undone > 0
             fleet.begin(setups, self.position.journals)
         except BaseException:  # the processes were borrowed: they go back in any case
-            fleet.release(busy=True)
-            raise
-        return fleet
-
-    @property
-    def _replica(self) -> Replica:
-        return Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map))
-
-    def _forked(self, loader: Any, standing: Standing) -> Fleet:
-        """A fleet of forks, which moves to actors where that is possible."""
-        from rayloader.host import forked  # which is imported here for the forks
-
-        replica, options, accelerator = self._replica, self._options, self._delivery.accelerator
-        forks = Forks(functools.partial(forked.serve, replica), functools.partial(_prepared, replica))
-        takeover = None
-        if options.workers == "auto" and not standing.stays and session.may_start():
-            session.allow_background()
-            move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
-            takeover = Takeover(move, forks.zygote, self.position.lock, functools.partial(_note, standing))
-        fleet = Fleet(forks, takeover, accelerator)
-        fleet.lend(self._num_workers)
-        fleet.resize(self._num_hosts)
-        return fleet
-
-    def _with_actors(self, loader: Any, standing: Standing) -> Fleet | None:
-        """A fleet of actors, which have the image of the replica that they will open.
-
-        New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and
-        before it is written: there may not be room for both.
-
-        Returns:
-            None if the replica cannot be pickled, and forks can do the same.
-        """
-        from rayloader.epoch.inherited import encode_replica, in_short
-        from rayloader.inherit.process_state import ProcessState
-        from rayloader.replica.image import Image
-        from rayloader.transport.mapped import Mappings
-        from rayloader.workers.actors import Actors, Inherited
-        from rayloader.workers.pool import get_pool
-
-        options = self._options
-        pool = get_pool()
-        accelerator = self._delivery.accelerator
-        actors = Actors(pool, loader, options, loader.label, accelerator)
-        fleet = Fleet(actors, accelerator=accelerator)
-        try:
-            fresh = options.fresh_processes
-            warm = not fresh and pool.has_warm(options.ray_remote_args, self._num_hosts)
-            if not warm:
-                fleet.lend(self._num_hosts, fresh=fresh)
-            with codec.no_collection():
-                mappings = Mappings()
-                try:
-                    encoded = encode_replica(self._replica, mappings)
-                except Exception as error:
-                    if options.workers == "ray" or not options.may_fork or not session.is_on_one_node():
-                        raise
-                    _note(standing, in_short(error))
-                    fleet.release(busy=True)
-                    return None
-                if warm:
-                    fleet.lend(self._num_hosts, fresh=fresh)
-                kept = loaders.of(loader)
-                old = kept.image
-                kept.image = Image.write(encoded, mappings) if old is None else old.updated(encoded, mappings)
-            process = ProcessState.capture(session.node_id())
-            actors.inherited = Inherited(process, kept.image, list(encoded.carried))
-        except BaseException:  # the actors were borrowed: they go back in any case
             fleet.release(busy=True)
             raise
         return fleet
@@ -587,49 +447,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if not is_finalizing() and self._fleet is not None:  # by then `close_all` has done it
             reuse = not self._options.fresh_processes
             self._fleet.later(functools.partial(_end, self._fleet, self._engine, reuse=reuse, wait=False))
-
-
-def _prepared(replica: Replica) -> tuple[str, list[int]]:
-    """In a fork: what actors need to be like it; see `inherited.prepared`."""
-    from rayloader.epoch.inherited import prepared
-
-    return prepared(replica)
-
-
-def _move(
-    loader: weakref.ref[Any],
-    options: Options,
-    name: str,
-    accelerator: Accelerator | None,
-    takeover: Takeover,
-    workers: list[Worker],
-    count: int,
-) -> None:
-    """Brings actors to where they can take over a loader's workers, if it still lives; in the takeover's thread."""
-    from rayloader.workers.actors import Actors
-    from rayloader.workers.moving import move
-    from rayloader.workers.pool import get_pool
-
-    pool, target = get_pool(background=True), loader()
-    takeover.check()
-    if target is not None:
-        actors = Actors(pool, target, options, name, accelerator)
-        del target  # it is not to live on for this thread
-        move(actors, takeover, workers, count)
-
-
-def _note(standing: Standing, reason: str) -> None:
-    """Notes why a dataset stays with forks."""
-    standing.stays = True
-    _tell_of_forks(reason)
-
-
-@functools.cache  # says it once
-def _tell_of_forks(reason: str) -> None:
-    logger.info(
-        "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: %s",
-        reason,
-    )
 
 
 def _end(fleet: Fleet, engine: Engine | None, *, reuse: bool, wait: bool = True) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+import rayloader.epoch.hosts
 import rayloader.epoch.iterator
 import rayloader.workers.actor
 import rayloader.workers.actors
@@ -110,7 +111,7 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
         monkeypatch.setattr(owner, name, noted)
 
     note(rayloader.workers.fleet.Fleet, "lend")
-    note(rayloader.epoch.iterator.codec, "encode")
+    note(rayloader.epoch.hosts.codec, "encode")
     for name in ("write", "updated"):
         note(Image, name)
     loader, epochs = load(pid, 1, **own), []
@@ -157,6 +158,7 @@ class Interrupt:
             rayloader.workers.worker,
             rayloader.workers.fleet,
             rayloader.epoch.iterator,
+            rayloader.epoch.hosts,
         )
     )
 

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 # What crosses these lines, and why.
 EXCEPTIONS = {
     ("rayloader/workers/pool.py", "rayloader.host.process"): "the class of the actors that it starts",
-    ("rayloader/epoch/iterator.py", "rayloader.host.forked"): "what the forks do that it starts",
+    ("rayloader/epoch/hosts.py", "rayloader.host.forked"): "what the forks do that it starts",
     ("rayloader/start/forking.py", "rayloader.host.process"): "with all that this imports",
 }
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")

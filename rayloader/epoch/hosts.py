@@ -1,0 +1,240 @@
+"""Which processes an iterator's workers get: forks of the driver at once, or actors with an image of the replica.
+
+Promise: forks move to actors where that is possible; a dataset that can only be with forks stays there, and the log
+says why. What one iterator of a loader leaves to the next, and what is known of a dataset, ends with that object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from rayloader.epoch.depth import Pace
+from rayloader.options import Options
+from rayloader.protocol import Replica
+from rayloader.start import session
+from rayloader.transport import codec
+from rayloader.workers.fleet import Fleet
+from rayloader.workers.forks import Forks
+from rayloader.workers.janitor import janitor
+from rayloader.workers.takeover import Takeover
+from rayloader.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from rayloader.replica.image import Image
+    from rayloader.transport.device import Accelerator
+
+logger = logging.getLogger("rayloader")
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What one iterator of a loader leaves to the next.
+
+    Attributes:
+        image: of its replica, as last sent: the next one is compared with it.
+        paces: of its workers, as their last epoch left them.
+    """
+
+    image: Image | None = None
+    paces: list[Pace] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Standing:
+    """What is known of a dataset, whichever loader has it.
+
+    Attributes:
+        stays: it can only be with forks.
+    """
+
+    stays: bool = False
+
+
+_Noted = TypeVar("_Noted")
+
+
+class _Notes(Generic[_Noted]):
+    """Notes on objects, by their identity. A note ends with its object, in the janitor's thread.
+
+    Args:
+        new: makes the first note on an object.
+    """
+
+    def __init__(self, new: Callable[[], _Noted]) -> None:
+        self._new = new
+        self._of: dict[int, tuple[weakref.ref[Any], _Noted]] = {}
+        self._later = janitor.later  # for finalizers, even at the interpreter's end
+
+    def of(self, obj: Any) -> _Noted:
+        """The note on an object; on one that takes no weak references a new one each time."""
+        ref, note = self._of.get(id(obj), (None, None))
+        if ref is None or note is None or ref() is not obj:
+            note = self._new()
+            with contextlib.suppress(TypeError):
+                self._of[id(obj)] = weakref.ref(obj, self._ends), note
+        return note
+
+    def _ends(self, _: object) -> None:
+        self._later(self._forget_dead)
+
+    def _forget_dead(self) -> None:
+        for number, (ref, _) in list(self._of.items()):
+            if ref() is None:
+                del self._of[number]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._of.clear()
+
+    def __iter__(self) -> Iterator[_Noted]:
+        return iter([note for _, note in list(self._of.values())])
+
+
+loaders, datasets = _Notes(Kept), _Notes(Standing)
+
+
+def fleet_for(
+    loader: Any,
+    replica: Replica,
+    options: Options,
+    *,
+    num_workers: int,
+    num_processes: int,
+    accelerator: Accelerator | None,
+    lock: RLock,
+) -> Fleet:
+    """The processes for an iterator's workers, which are not told yet which workers they are.
+
+    Args:
+        loader: that is iterated.
+        replica: what the workers get.
+        options: of the loader.
+        num_workers: of the stream.
+        num_processes: that host them, if these can host several.
+        accelerator: for which the memory of batches is page-locked.
+        lock: guards the workers' journals.
+    """
+    standing = datasets.of(replica.dataset)
+    may_fork = options.may_fork and (options.workers == "fork" or standing.stays or not session.is_wanted())
+    if not may_fork:
+        actors = _actors(loader, replica, options, standing, num_processes, accelerator)
+        if actors is not None:
+            return actors
+    fleet = _forks(loader, replica, options, standing, accelerator, lock)
+    fleet.lend(num_workers)
+    fleet.resize(num_processes)
+    return fleet
+
+
+def _forks(
+    loader: Any, replica: Replica, options: Options, standing: Standing, accelerator: Accelerator | None, lock: RLock
+) -> Fleet:
+    """A fleet of forks, which moves to actors where that is possible."""
+    from rayloader.host import forked  # which is imported here for the forks
+
+    forks = Forks(functools.partial(forked.serve, replica), functools.partial(_prepared, replica))
+    takeover = None
+    if options.workers == "auto" and not standing.stays and session.may_start():
+        session.allow_background()
+        move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
+        takeover = Takeover(move, forks.zygote, lock, functools.partial(_note, standing))
+    return Fleet(forks, takeover, accelerator)
+
+
+def _actors(
+    loader: Any, replica: Replica, options: Options, standing: Standing, count: int, accelerator: Accelerator | None
+) -> Fleet | None:
+    """A fleet of actors, which have the image of the replica that they will open.
+
+    New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and before it
+    is written: there may not be room for both.
+
+    Returns:
+        None if the replica cannot be pickled, and forks can do the same.
+    """
+    from rayloader.epoch.inherited import encode_replica, in_short
+    from rayloader.inherit.process_state import ProcessState
+    from rayloader.replica.image import Image
+    from rayloader.transport.mapped import Mappings
+    from rayloader.workers.actors import Actors, Inherited
+    from rayloader.workers.pool import get_pool
+
+    pool = get_pool()
+    actors = Actors(pool, loader, options, loader.label, accelerator)
+    fleet = Fleet(actors, accelerator=accelerator)
+    try:
+        fresh = options.fresh_processes
+        warm = not fresh and pool.has_warm(options.ray_remote_args, count)
+        if not warm:
+            fleet.lend(count, fresh=fresh)
+        with codec.no_collection():
+            mappings = Mappings()
+            try:
+                encoded = encode_replica(replica, mappings)
+            except Exception as error:
+                if options.workers == "ray" or not options.may_fork or not session.is_on_one_node():
+                    raise
+                _note(standing, in_short(error))
+                fleet.release(busy=True)
+                return None
+            if warm:
+                fleet.lend(count, fresh=fresh)
+            kept = loaders.of(loader)
+            old = kept.image
+            kept.image = Image.write(encoded, mappings) if old is None else old.updated(encoded, mappings)
+        process = ProcessState.capture(session.node_id())
+        actors.inherited = Inherited(process, kept.image, list(encoded.carried))
+    except BaseException:  # the actors were borrowed: they go back in any case
+        fleet.release(busy=True)
+        raise
+    return fleet
+
+
+def _prepared(replica: Replica) -> tuple[str, list[int]]:
+    """In a fork: what actors need to be like it; see `inherited.prepared`."""
+    from rayloader.epoch.inherited import prepared
+
+    return prepared(replica)
+
+
+def _move(
+    loader: weakref.ref[Any],
+    options: Options,
+    name: str,
+    accelerator: Accelerator | None,
+    takeover: Takeover,
+    workers: list[Worker],
+    count: int,
+) -> None:
+    """Brings actors to where they can take over a loader's workers, if it still lives; in the takeover's thread."""
+    from rayloader.workers.actors import Actors
+    from rayloader.workers.moving import move
+    from rayloader.workers.pool import get_pool
+
+    pool, target = get_pool(background=True), loader()
+    takeover.check()
+    if target is not None:
+        actors = Actors(pool, target, options, name, accelerator)
+        del target  # it is not to live on for this thread
+        move(actors, takeover, workers, count)
+
+
+def _note(standing: Standing, reason: str) -> None:
+    """Notes why a dataset stays with forks."""
+    standing.stays = True
+    _tell_of_forks(reason)
+
+
+@functools.cache  # says it once
+def _tell_of_forks(reason: str) -> None:
+    logger.info(
+        "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: %s",
+        reason,
+    )
