@@ -411,7 +411,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if self.provenance is None:
             return None
         try:
-            from rayloader.replay.provenance import opened
+            from rayloader.replay.log_writer import opened
         except ImportError as error:
             if error.name == "pyarrow":
                 raise ImportError("provenance= needs pyarrow: pip install rayloader[arrow]") from error

@@ -177,7 +177,7 @@ def known_of(
     states = [] if state is None else [state] if isinstance(state, dict) else [*state]
     found = None
     if log is not None or loader.provenance is not None:
-        from rayloader.replay.provenance import log_of  # needs pyarrow
+        from rayloader.replay.log_writer import log_of  # needs pyarrow
 
         found = log_of(loader, log)
         try:
