@@ -4,10 +4,10 @@ Promise: the next run continues a file that a killed process has left. No row is
 interrupts the program: see NOTE [one write]. A log that cannot be written any more, because a disk is full, does not
 stop the training.
 
-NOTE [one write]. A message is written at the offset where the last complete one ends, and that offset
-moves in the same line that drops the message from the queue: an assignment, between whose parts Python runs no signal
-handler. After an interrupt, or a full disk, the same message is written again at the same place. A finalizer may come
-in the middle of a write of its own thread: it only adds to the queue, which that write goes on to empty.
+NOTE [one write]. A message is written at the offset where the last complete one ends. That offset moves in the line
+before the message is dropped from the queue: there is no call in between, and so no place for a signal handler. After
+an interrupt, or a full disk, the same message is written again at the same place. A finalizer may come in the middle of
+a write of its own thread: it only adds to the queue, which that write goes on to empty.
 """
 
 from __future__ import annotations
