@@ -26,7 +26,7 @@ import pyarrow as pa
 from cases import CASES
 from harness import report_compared
 from rayloader import DataLoader, shutdown
-from rayloader.replay import provenance
+from rayloader.replay import log_writer, provenance
 
 
 def epoch(loader: Any) -> tuple[float, float]:
@@ -41,9 +41,9 @@ def epoch(loader: Any) -> tuple[float, float]:
 def alone(folder: str, batch_size: int) -> float:
     """Microseconds of CPU time of the log for a batch."""
     owner: Any = SimpleNamespace(provenance=f"{folder}/alone.arrows")
-    rows = provenance.opened(owner)
+    rows = log_writer.opened(owner)
     rows._iteration, rows._epoch = "0", 0
-    random, count, took = np.random.default_rng(0), 20 * provenance.ROWS, []
+    random, count, took = np.random.default_rng(0), 20 * log_writer.ROWS, []
     batches = random.integers(230_400, size=(count, batch_size)).tolist()
     for _ in range(9):
         rows.forget()
@@ -61,13 +61,13 @@ def bytes_of(path: Path) -> tuple[float, float]:
     others = ("worker", "digest", "outcome", "skipped", "restarts")
     messages = indices = 0
     rows = pa.concat_tables([iteration.rows for iteration in log.iterations]).combine_chunks()
-    for place in range(0, len(rows), provenance.ROWS):
-        some = rows.slice(place, provenance.ROWS)
+    for place in range(0, len(rows), log_writer.ROWS):
+        some = rows.slice(place, log_writer.ROWS)
         kept = [
-            (row["step"], provenance._packed(row["indices"]), *(row[name] for name in others))
+            (row["step"], *log_writer._packed(row["indices"]), *(row[name] for name in others))
             for row in some.to_pylist()
         ]
-        messages += len(provenance._message(kept, {"iteration": "0" * 12}))
+        messages += len(log_writer._message(kept, {"iteration": "0" * 12}))
         indices += some["indices"].nbytes + some["indices_other"].nbytes
     return (messages - indices) / len(rows), indices / len(rows)
 

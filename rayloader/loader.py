@@ -411,7 +411,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if self.provenance is None:
             return None
         try:
-            from rayloader.replay.provenance import opened
+            from rayloader.replay.log_writer import opened
         except ImportError as error:
             if error.name == "pyarrow":
                 raise ImportError("provenance= needs pyarrow: pip install rayloader[arrow]") from error
@@ -572,7 +572,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         Raises:
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
-        self._state = checkpoint.load(self, state_dict) if state_dict != {} else None
+        if isinstance(state_dict, list):
+            self._state = checkpoint.load(self, [State.load(one) for one in state_dict])
+        else:
+            self._state = checkpoint.load(self, State.load(state_dict)) if state_dict != {} else None
         self._iterator = self._before = None
         self._read_anew = False
 

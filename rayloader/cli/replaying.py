@@ -75,7 +75,7 @@ def replay(
         states, log = _read(source, key)
         chosen = _epoch(states, log) if epoch is None else epoch
         if log is not None and chosen in log.epochs:
-            states += log.states_of(chosen)
+            states += map(State.load, log.states_of(chosen))
         _check_sources(states, log, chosen, rank)
         made = _made(loader, rank, world)
         if step is None:
@@ -105,25 +105,24 @@ def _check_files(html: Path | None, save: Path | None, decode: str) -> None:
         raise SourceError("--decode is for the picture that --html writes; pass --html too")
 
 
-def _check_sources(states: list[Any], log: Log | None, epoch: int, rank: int | None) -> None:
+def _check_sources(states: list[State], log: Log | None, epoch: int, rank: int | None) -> None:
     """Raises SourceError unless there is a state of this epoch and rank."""
-    loaded = [State.load(state) for state in states]
-    if not any(state.epoch == epoch for state in loaded):
-        epochs = {state.epoch for state in loaded} | {*(log.epochs if log is not None else ())}
+    if not any(state.epoch == epoch for state in states):
+        epochs = {state.epoch for state in states} | {*(log.epochs if log is not None else ())}
         raise SourceError(f"the sources have no state of epoch {epoch}, but of epochs {sorted(epochs)}")
-    ranks = {state.fits.rank for state in loaded if state.fits.rank is not None}
+    ranks = {state.fits.rank for state in states if state.fits.rank is not None}
     if ranks and rank is not None and rank not in ranks:
         raise SourceError(f"the sources are of ranks {sorted(ranks)}, and not of rank {rank}")
 
 
-def _read(paths: list[Path], key: str) -> tuple[list[Any], Log | None]:
+def _read(paths: list[Path], key: str) -> tuple[list[State], Log | None]:
     """The states in these files, and the log, if there is one."""
-    states: list[Any] = []
+    states: list[State] = []
     log: Any = None
     for path in paths:
         found = sources.load(path, key)
         if isinstance(found, (dict, list)):
-            states += [found] if isinstance(found, dict) else found
+            states += map(State.load, [found] if isinstance(found, dict) else found)
         elif log is not None:
             raise SourceError(f"one log at most, got {log.path} and {path}")
         else:
@@ -131,9 +130,9 @@ def _read(paths: list[Path], key: str) -> tuple[list[Any], Log | None]:
     return states, log
 
 
-def _epoch(states: list[Any], log: Log | None) -> int:
+def _epoch(states: list[State], log: Log | None) -> int:
     """The only epoch that the sources are of."""
-    epochs = {State.load(state).epoch for state in states} or {*(log.epochs if log is not None else ())}
+    epochs = {state.epoch for state in states} or {*(log.epochs if log is not None else ())}
     if len(epochs) != 1:
         raise SourceError(f"say which epoch by --epoch: the sources are of epochs {sorted(epochs)}")
     return epochs.pop()
@@ -159,7 +158,7 @@ def _made(name: str, rank: int | None, world: int | None) -> Any:
     return made
 
 
-def _rebuilt(loader: Any, states: list[Any], epoch: int, step: int, log: Log | None) -> tuple[Rebuilt, int]:
+def _rebuilt(loader: Any, states: list[State], epoch: int, step: int, log: Log | None) -> tuple[Rebuilt, int]:
     """The batch, and how many were built before it."""
     rebuilding = Rebuilding(loader, states, epoch, step, log)
     before = rebuilding.before
@@ -214,7 +213,7 @@ def _print(found: dict[str, Any]) -> None:
     out.print(table)
 
 
-def _verify(loader: Any, states: list[Any], epoch: int, log: Log | None, share: float, as_json: bool) -> None:
+def _verify(loader: Any, states: list[State], epoch: int, log: Log | None, share: float, as_json: bool) -> None:
     """Builds a random share of an epoch's batches again; each of them, and those before it, must be the log's."""
     if log is None:
         raise SourceError("--verify compares with a provenance log, and none is given")

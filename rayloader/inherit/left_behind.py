@@ -45,17 +45,18 @@ class LeftBehind:
     """Of this process, as it is when this object is made."""
 
     def __init__(self) -> None:
-        self._values = _read()
+        self._values = read_all(_TRACES)
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
         """Around code that imports the program's modules."""
-        before, number = _read(), len(sys.modules)
+        before, number = read_all(_TRACES), len(sys.modules)
         try:
             yield
         finally:
             if len(sys.modules) != number:
-                self._values.update({name: value for name, value in _read().items() if value != before[name]})
+                now = read_all(_TRACES)
+                self._values.update({name: value for name, value in now.items() if value != before[name]})
 
     def undo(self) -> str:
         """Puts back what one assignment puts back exactly; the thread is the main one.
@@ -65,7 +66,7 @@ class LeftBehind:
         """
         for name, value in self._values.items():
             trace = _TRACES[name]
-            if trace.read() != value and trace.write is not None:
+            if trace.read() != value:
                 with contextlib.suppress(Exception):  # a hard limit that was lowered
                     trace.write(value)
             if trace.read() != value:
@@ -73,15 +74,16 @@ class LeftBehind:
         return ""
 
 
-class _Trace(NamedTuple):
-    """Something of the process or its main thread: how to read it, and how to put it back, if that is possible."""
+class Setting(NamedTuple):
+    """Something of the process or the calling thread: how to read it, and how to set it; by default nothing does."""
 
     read: Callable[[], Any]
-    write: Callable[[Any], object] | None = None
+    write: Callable[[Any], object] = lambda value: None
 
 
-def _read() -> dict[str, Any]:
-    return {name: trace.read() for name, trace in _TRACES.items()}
+def read_all(settings: dict[str, Setting]) -> dict[str, Any]:
+    """The current values, by name."""
+    return {name: setting.read() for name, setting in settings.items()}
 
 
 def _priority() -> tuple[int, int]:
@@ -89,14 +91,14 @@ def _priority() -> tuple[int, int]:
     return os.getpriority(os.PRIO_PROCESS, 0), scheduler
 
 
-def _attributes(*places: tuple[Any, str]) -> _Trace:
+def _attributes(*places: tuple[Any, str]) -> Setting:
     """Attributes of objects that are there for as long as the process is."""
 
     def write(values: list[Any]) -> None:
         for (owner, name), value in zip(places, values, strict=True):
             setattr(owner, name, value)
 
-    return _Trace(lambda: [getattr(owner, name) for owner, name in places], write)
+    return Setting(lambda: [getattr(owner, name) for owner, name in places], write)
 
 
 def _collector() -> tuple[bool, tuple[int, int, int], int]:
@@ -168,35 +170,35 @@ def _threads() -> set[int]:
 
 _TRACES = {
     # Threads that were started meanwhile keep it, and without privileges it can only be raised.
-    "the niceness": _Trace(_priority),
-    "profile and trace functions": _Trace(_tracers),
-    "monitoring tools": _Trace(_monitors),
-    "timers": _Trace(lambda: [signal.getitimer(which) for which in _TIMERS]),
-    "signal handlers": _Trace(_handlers, _set_handlers),
-    "blocked signals": _Trace(
+    "the niceness": Setting(_priority),
+    "profile and trace functions": Setting(_tracers),
+    "monitoring tools": Setting(_monitors),
+    "timers": Setting(lambda: [signal.getitimer(which) for which in _TIMERS]),
+    "signal handlers": Setting(_handlers, _set_handlers),
+    "blocked signals": Setting(
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
     ),
-    "the garbage collector": _Trace(_collector, _set_collector),
-    "torch's number of threads": _Trace(torch.get_num_threads, torch.set_num_threads),
-    "torch's number of interop threads": _Trace(torch.get_num_interop_threads),  # it can be set only once
-    "torch's anomaly detection": _Trace(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "the timeout of sockets": _Trace(socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "the garbage collector": Setting(_collector, _set_collector),
+    "torch's number of threads": Setting(torch.get_num_threads, torch.set_num_threads),
+    "torch's number of interop threads": Setting(torch.get_num_interop_threads),  # it can be set only once
+    "torch's anomaly detection": Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "the timeout of sockets": Setting(socket.getdefaulttimeout, socket.setdefaulttimeout),
     "the name of the thread": _attributes((threading.main_thread(), "name")),
-    "the switch interval": _Trace(sys.getswitchinterval, sys.setswitchinterval),
+    "the switch interval": Setting(sys.getswitchinterval, sys.setswitchinterval),
     "hooks for errors and output": _attributes(
         (sys, "displayhook"), (sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook")
     ),
     "the folder of `tempfile`": _attributes((tempfile, "tempdir")),
-    "resource limits": _Trace(lambda: [resource.getrlimit(which) for which in _LIMITS], _set_limits),
-    "the locale": _Trace(lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)),
-    "the start method of `multiprocessing`": _Trace(
+    "resource limits": Setting(lambda: [resource.getrlimit(which) for which in _LIMITS], _set_limits),
+    "the locale": Setting(lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)),
+    "the start method of `multiprocessing`": Setting(
         lambda: multiprocessing.get_start_method(allow_none=True),
         lambda method: multiprocessing.set_start_method(method, force=True),
     ),
-    "builtins": _Trace(lambda: dict(vars(builtins))),
-    "import hooks or callbacks of the garbage collector": _Trace(_hooks),
-    "a thread that still runs": _Trace(_threads),
+    "builtins": Setting(lambda: dict(vars(builtins))),
+    "import hooks or callbacks of the garbage collector": Setting(_hooks),
+    "a thread that still runs": Setting(_threads),
 }
 
 

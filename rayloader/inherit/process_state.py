@@ -13,24 +13,16 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from rayloader._compat import default_collate_fn_map, print_options
-from rayloader.inherit.left_behind import LeftBehind
+from rayloader.inherit.left_behind import LeftBehind, Setting, read_all
 from rayloader.inherit.logging_state import LoggingState
 from rayloader.inherit.module_globals import File, ModuleGlobals, adopt_files, loaded_files
-
-
-class _Setting(NamedTuple):
-    """A setting of the process or the calling thread: how to read it and how to set it; values are picklable."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,7 @@ class ProcessState:
             sys_path=[os.path.join(cwd, entry) for entry in map(os.fspath, sys.path)],
             affinity=os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(),
             inference_mode=torch.is_inference_mode_enabled(),
-            settings=_read_settings(),
+            settings=read_all(_SETTINGS),
             module_globals=ModuleGlobals.capture(),
             files=loaded_files(),
             logging=LoggingState.capture(),
@@ -88,7 +80,7 @@ class Baseline:
         self._argv = list(sys.argv)
         self._sys_path = list(sys.path)
         self._affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-        self._settings = _read_settings()
+        self._settings = read_all(_SETTINGS)
         self._left_behind = LeftBehind()
         self._key = multiprocessing.current_process().authkey
         self._modes = contextlib.ExitStack()  # restored by leaving it
@@ -166,10 +158,6 @@ def _set_environ(environ: dict[str, str]) -> None:
 # ---- settings
 
 
-def _read_settings() -> dict[str, Any]:
-    return {name: setting.read() for name, setting in _SETTINGS.items()}
-
-
 def _write_settings(values: dict[str, Any]) -> None:
     for name, value in values.items():
         _SETTINGS[name].write(value)
@@ -232,22 +220,19 @@ def _umask() -> int:
     return umask
 
 
+# Their values are picklable.
 _SETTINGS = {
-    "default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
-    "grad mode": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
-    "deterministic algorithms": _Setting(_deterministic, _use_deterministic),
-    "sharing strategy": _Setting(
-        torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy
-    ),
-    "autocast": _Setting(_autocast, _use_autocast),
-    "flush denormal": _Setting(_flushes_denormal, torch.set_flush_denormal),
-    "matmul precision": _Setting(_matmul_precision, _set_matmul_precision),
-    "torch's printing": _Setting(lambda: dict(vars(print_options)), lambda options: torch.set_printoptions(**options)),
-    "NumPy's errors": _Setting(np.geterr, lambda modes: np.seterr(**modes)),
-    "NumPy's printing": _Setting(_numpy_printing, lambda options: np.set_printoptions(**options)),
-    "decimal context": _Setting(
-        lambda: decimal.getcontext().copy(), lambda context: decimal.setcontext(context.copy())
-    ),
-    "recursion limit": _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
-    "umask": _Setting(_umask, os.umask),
+    "default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "grad mode": Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "deterministic algorithms": Setting(_deterministic, _use_deterministic),
+    "sharing strategy": Setting(torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
+    "autocast": Setting(_autocast, _use_autocast),
+    "flush denormal": Setting(_flushes_denormal, torch.set_flush_denormal),
+    "matmul precision": Setting(_matmul_precision, _set_matmul_precision),
+    "torch's printing": Setting(lambda: dict(vars(print_options)), lambda options: torch.set_printoptions(**options)),
+    "NumPy's errors": Setting(np.geterr, lambda modes: np.seterr(**modes)),
+    "NumPy's printing": Setting(_numpy_printing, lambda options: np.set_printoptions(**options)),
+    "decimal context": Setting(lambda: decimal.getcontext().copy(), lambda context: decimal.setcontext(context.copy())),
+    "recursion limit": Setting(sys.getrecursionlimit, sys.setrecursionlimit),
+    "umask": Setting(_umask, os.umask),
 }

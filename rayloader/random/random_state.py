@@ -54,7 +54,7 @@ class RandomState(NamedTuple):
         if self.python is not None:
             random.setstate(self.python)
         if self.torch is not None:
-            torch.set_rng_state(_as_tensor(self.torch))
+            set_state(torch.default_generator, self.torch)
         if self.numpy is not None:
             np.random.set_state(self.numpy[1])
         if self.others is not None:
@@ -108,7 +108,7 @@ class RandomState(NamedTuple):
         if self.python is not None:
             random.Random().setstate(self.python)
         if self.torch is not None:
-            torch.Generator().set_state(_as_tensor(self.torch))
+            set_state(torch.Generator(), self.torch)
         if self.numpy is not None and self.numpy[1]["bit_generator"] == "MT19937":
             np.random.RandomState().set_state(self.numpy[1])
         return self
@@ -186,10 +186,6 @@ def _numpy_state(before: _Numpy | None) -> _Numpy:
     if raw and before is not None and raw == before[0] and not before[1]["has_gauss"]:
         return before
     return raw, np.random.get_state(legacy=False)
-
-
-def _as_tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def seed_all(*key: int) -> None:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rayloader.random.generator_kinds import set_state
 from rayloader.random.random_state import RandomState
 from rayloader.resume.checkpoint import fits_any_ranks, fits_any_workers
-from rayloader.resume.state import VERSION, Moment, Process, SavedWorker, State, Stream, tasks_in
+from rayloader.resume.state import VERSION, Process, SavedWorker, State, Stream, tasks_in
 
 _MISSING = "-"
 _MOST_TOLD = 4  # texts of one heading
@@ -144,8 +145,7 @@ def _random(random: RandomState) -> dict[str, Any]:
     named = {"python": python, "torch": torch_, "numpy": numpy}
     found: dict[str, Any] = {name: _mark(state) for name, state in named.items() if state is not None}
     if random.torch is not None:
-        generator = torch.Generator()
-        generator.set_state(torch.frombuffer(bytearray(random.torch), dtype=torch.uint8))
+        set_state(generator := torch.Generator(), random.torch)
         found["torch_seed"] = generator.initial_seed()
     if random.others:
         found["others"] = [_mark(state) for state in others[1:]]
@@ -186,10 +186,8 @@ def _stream(stream: Stream | None) -> dict[str, Any] | None:
 
 
 def _seeds(state: State) -> dict[str, Any]:
-    place = state.position
-    begin = state.redeal if place is None else place.begin
     found: dict[str, Any] = {"now": _random(state.now)}
-    if begin is not None:
+    if (begin := state.begin) is not None:
         found |= {"base_seed": begin.base_seed, "shared_seed": begin.shared_seed, "epoch_of_workers": begin.epoch}
         found["order"] = _order(state)
     return found
@@ -197,12 +195,8 @@ def _seeds(state: State) -> dict[str, Any]:
 
 def _order(state: State) -> list[str]:
     """Checksums of the points of the epoch from which the sampler can be read again."""
-    begin = state.redeal if state.position is None else state.position.begin
-    return [] if begin is None else [_mark((_moment(start.moment), *start[1:4])) for start in begin.starts]
-
-
-def _moment(moment: Moment) -> tuple[Any, ...]:
-    return moment.random.pack(), moment.attributes
+    starts = () if state.begin is None else state.begin.starts
+    return [_mark(((start.moment.random.pack(), start.moment.attributes), *start[1:4])) for start in starts]
 
 
 def _samplers(state: State) -> list[dict[str, Any]]:
@@ -249,11 +243,10 @@ def _worker(worker: SavedWorker) -> dict[str, Any]:
 
 
 def _ranks(state: State) -> dict[str, Any] | None:
-    fits, place = state.fits, state.position
+    fits = state.fits
     if fits.num_replicas is None:
         return None
-    begin = state.redeal if place is None else place.begin
-    stages = [] if begin is None else [len(stage.taken) for stage in begin.stages]
+    stages = [] if state.begin is None else [len(stage.taken) for stage in state.begin.stages]
     return {"num_replicas": fits.num_replicas, "rank": fits.rank, "began_with": stages}
 
 

@@ -18,7 +18,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -88,7 +88,7 @@ class Rebuilding:
 
     Args:
         loader: created like the run's; it serves for this alone from now on.
-        states: results of `state_dict()`. The one is taken from which the fewest steps lead to the batch.
+        states: of the run. The one is taken from which the fewest steps lead to the batch.
         epoch: of the run, from 0.
         step: of the epoch, from 0.
         log: of the run, if there is one.
@@ -100,10 +100,10 @@ class Rebuilding:
         StateError: no state is of that epoch, or none fits, or the batch can't be built from it.
     """
 
-    def __init__(self, loader: Any, states: Iterable[Any], epoch: int, step: int, log: Log | None = None) -> None:
+    def __init__(self, loader: Any, states: Sequence[State], epoch: int, step: int, log: Log | None = None) -> None:
         self._loader, self._step = loader, step
-        packed = _nearest(loader, states, epoch, step)
-        self._plan = _planned(loader, checkpoint.load(loader, packed), step, log)
+        state = checkpoint.load(loader, _nearest(loader, states, epoch, step))
+        self._plan = _planned(loader, state, step, log)
         self.before = self._plan.before
         _alone(loader)
 
@@ -120,15 +120,14 @@ class Rebuilding:
         """
         plan, loader = self._plan, self._loader
         iterator: Any
-        # The program may have drawn from the global generators too, between the draws that a run had made later.
-        goes_on, before = plan.state.step > 0, RandomState.capture([])
+        before = RandomState.capture([])
         if loader.num_workers:
             from rayloader.epoch.iterator import EpochIterator
 
             iterator = EpochIterator(loader, _stream_workers(loader, plan.state), plan.state, plan.skips)
         else:
             iterator = LocalIterator(loader, plan.state, plan.skips)
-        if not goes_on or not loader.num_workers:
+        if not plan.state.step:  # `iter()` has begun the epoch here as in the run, and has drawn what it drew there
             before = RandomState.capture([])
         try:
             built = 0
@@ -164,7 +163,7 @@ class Rebuilding:
 
 def known_of(
     loader: Any, epoch: int, step: int, state: Any = None, log: str | os.PathLike[str] | None = None
-) -> tuple[list[Any], Log | None]:
+) -> tuple[list[State], Log | None]:
     """The states and the log from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
 
     Raises:
@@ -177,7 +176,7 @@ def known_of(
     states = [] if state is None else [state] if isinstance(state, dict) else [*state]
     found = None
     if log is not None or loader.provenance is not None:
-        from rayloader.replay.provenance import log_of  # needs pyarrow
+        from rayloader.replay.log_writer import log_of  # needs pyarrow
 
         found = log_of(loader, log)
         try:
@@ -185,10 +184,10 @@ def known_of(
         except LookupError as error:
             if not states:
                 raise StateError(str(error)) from None
-    return states or [loader.state_dict()], found
+    return [State.load(one) for one in states or [loader.state_dict()]], found
 
 
-def rebuilt_in_fork(loader: Any, states: Iterable[Any], epoch: int, step: int, log: Log | None = None) -> Rebuilt:
+def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int, log: Log | None = None) -> Rebuilt:
     """The same in a fork of this process, in which nothing changes.
 
     Raises:
@@ -249,27 +248,18 @@ def _send(connection: Any, *arguments: Any) -> None:
 # ---- what must be built
 
 
-def _nearest(loader: Any, states: Iterable[Any], epoch: int, step: int) -> dict[str, Any]:
+def _nearest(loader: Any, states: Sequence[State], epoch: int, step: int) -> State:
     """The state from which the fewest steps lead to this one."""
-    found: list[tuple[int, int, Any]] = []
-    epochs, rank = set[int](), checkpoint.rank_of(loader)
-    for number, packed in enumerate(states):
-        state = State.load(packed)
-        epochs.add(state.epoch)
-        if state.epoch == epoch and (rank is None or state.fits.rank == rank):
-            at = state.step
-            found.append((step - at if step >= at else step + at, number, packed))
-    if not found:
+    rank = checkpoint.rank_of(loader)
+    fitting = [state for state in states if state.epoch == epoch and (rank is None or state.fits.rank == rank)]
+    if not fitting:
+        of_rank = "" if rank is None else f" and of rank {rank}"
         raise StateError(
-            f"to build step {step} of epoch {epoch}, a state of that epoch{_of_rank(rank)} is needed, or a provenance "
-            f"log; got states of epochs {sorted(epochs)}. Epochs count from 0, resumed ones too; a state that was "
-            "saved between two epochs is of the next one"
+            f"to build step {step} of epoch {epoch}, a state of that epoch{of_rank} is needed, or a provenance "
+            f"log; got states of epochs {sorted({state.epoch for state in states})}. Epochs count from 0, resumed ones "
+            "too; a state that was saved between two epochs is of the next one"
         )
-    return min(found)[2]  # type: ignore[no-any-return]
-
-
-def _of_rank(rank: int | None) -> str:
-    return "" if rank is None else f" and of rank {rank}"
+    return min(fitting, key=lambda state: step - state.step if step >= state.step else step + state.step)
 
 
 def _planned(loader: Any, state: State, step: int, log: Log | None) -> _Plan:

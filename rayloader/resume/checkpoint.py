@@ -17,9 +17,9 @@ from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
 from rayloader.namespaces import is_own_module, namespace_of, own_modules
 from rayloader.random.generator_kinds import set_state
-from rayloader.random.generators import Located, import_modules, located
+from rayloader.random.generators import import_modules, located
 from rayloader.random.random_state import RandomState
-from rayloader.random.search import Found, in_words, search
+from rayloader.random.search import Found, follow, in_words, search
 from rayloader.resume.position import Checksums, Position
 from rayloader.resume.ranks import Stage, in_batches, order_of, share, trains_in_a_group
 from rayloader.resume.samplers import RANK, Samplers
@@ -119,8 +119,12 @@ def _state(
     )
 
 
-def load(loader: Any, packed: Any) -> State:
+def load(loader: Any, state: State | list[State]) -> State:
     """Restores everything that is the program's own; see NOTE [What a state moves].
+
+    Args:
+        loader: that goes on from there.
+        state: its own, or those of all ranks.
 
     Returns:
         The state, for the next `iter()`.
@@ -129,10 +133,8 @@ def load(loader: Any, packed: Any) -> State:
         StateError: the state does not fit the loader.
     """
     samplers = Samplers(loader)
-    if isinstance(packed, list):
-        state = redealt(loader, samplers, [State.load(one) for one in packed])
-    else:
-        state = State.load(packed)
+    if isinstance(state, list):
+        state = redealt(loader, samplers, state)
     progress = _check(loader, samplers, state)
     _check_workers(loader, state, loader.num_workers)
     before = RandomState.capture([])
@@ -361,7 +363,11 @@ def held_in(loader: Any) -> list[Found]:
     """The random generators that a loader's dataset and `collate_fn` hold, and those of the program's modules."""
     main = sys.modules.get("__main__")
     own = [("__main__", namespace_of(main))] if main is not None and is_own_module(main) else []
-    return search({"dataset": loader.dataset, "collate_fn": loader.collate_fn}, [*own_modules(), *own])
+    return search(_holders(loader), [*own_modules(), *own])
+
+
+def _holders(loader: Any) -> dict[str, Any]:
+    return {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
 
 
 def generators_of(loader: Any) -> list[Any]:
@@ -377,23 +383,21 @@ def capture_random(loader: Any) -> RandomState:
 def restore_random(loader: Any, random: RandomState) -> None:
     """Restores them, as far as they are there."""
     random.restore([])
-    for one, generator in _here(loader, random):
-        if one.is_like(generator):
-            set_state(generator, one.state)
-
-
-def _here(loader: Any, random: RandomState) -> list[tuple[Located, Any]]:
-    """The saved generators, each with the one at its place; None if there is none."""
     import_modules(random.located or ())
-    here = {path: one.generator for one in held_in(loader) for path in one.paths}
-    return [(one, next((here[path] for path in one.paths if path in here), None)) for one in random.located or ()]
+    for one in random.located or ():
+        there = (follow(path, _holders(loader)) for path in one.paths)
+        if (generator := next(filter(one.is_like, there), None)) is not None:
+            set_state(generator, one.state)
 
 
 def _check_generators(loader: Any, random: RandomState) -> None:
     """Raises StateError if the dataset and `collate_fn` hold other generators than those that were saved."""
-    unlike = [one.paths[0] for one, generator in _here(loader, random) if not one.is_like(generator)]
-    saved = {path for one in random.located or () for path in one.paths}
-    new = [path for found in held_in(loader) for path in found.paths if path not in saved]
+    saved = random.located or ()
+    import_modules(saved)
+    here = {path: one.generator for one in held_in(loader) for path in one.paths}
+    unlike = [one.paths[0] for one in saved if not any(one.is_like(here.get(path)) for path in one.paths)]
+    known = {path for one in saved for path in one.paths}
+    new = [path for path in here if path not in known]
     if held := [path for path in (*unlike, *new) if path[0][0] == "object"]:
         raise StateError(
             f"the state does not fit the random generators of dataset and collate_fn: {in_words(held[0])} is missing "

@@ -117,7 +117,7 @@ class _LastWorker:
 
 
 class StepLog(Protocol):
-    """A log of what became of each step; see `replay/provenance.py`. It is used under the lock of its position."""
+    """A log of what became of each step; see `replay/log_writer.py`. It is used under the lock of its position."""
 
     def forget(self) -> None:
         """Another epoch begins."""

@@ -44,15 +44,12 @@ class SkipSteps:
         self.end = math.inf  # no step of this number, or a later one, is drawn
         self.only_worker: int | None = None  # that has work
         self.steps: set[Step] = {*known}
-        self._in_order: tuple[Step, ...] = ()
         self._add(steps_in(given), at)
 
     @property
     def in_order(self) -> tuple[Step, ...]:
-        """The steps, ascending: the same object as long as they are the same."""
-        if len(self._in_order) != len(self.steps):  # some were added, or left out by `forget`
-            self._in_order = tuple(sorted(self.steps))
-        return self._in_order
+        """The steps, ascending."""
+        return tuple(sorted(self.steps))
 
     def has(self, step: Step) -> bool:
         """Whether a step, which is about to be drawn, is skipped."""

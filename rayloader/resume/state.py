@@ -326,6 +326,11 @@ class State(NamedTuple):
         return Moment(self.now, self.sampler.attributes)
 
     @property
+    def begin(self) -> EpochBegin | None:
+        """How the epoch began that the next `iter()` continues, or the last one that was taken to its end."""
+        return self.redeal if self.position is None else self.position.begin
+
+    @property
     def taken(self) -> int:
         """Batches taken of the epoch that the next `iter()` continues."""
         return 0 if self.position is None or self.position.finished else self.position.delivered

@@ -114,15 +114,6 @@ def loader_at(state):
     return loader
 
 
-def test_a_list_of_as_many_ranks_is_each_ranks_own_state():
-    states = [take(rank_of(2, rank), 2, epoch=1)[1] for rank in range(2)]
-    for rank in range(2):
-        loader, alone = rank_of(2, rank), rank_of(2, rank)
-        loader.load_state_dict(states)
-        alone.load_state_dict(states[rank])
-        assert torch.equal(torch.cat(list(loader)), torch.cat(list(alone)))
-
-
 class Held(torch.utils.data.Dataset):
     """The same numbers; one of them is held back until the gate is open."""
 
@@ -159,14 +150,6 @@ def test_without_order_what_was_taken_ahead_is_neither_lost_nor_repeated(tmp_pat
     assert len(seen) - len(set(seen)) < 3  # as DistributedSampler repeats, to give each rank as many
 
 
-@pytest.mark.parametrize("batches", [0, 1])
-def test_states_of_another_shuffle_are_refused(batches):
-    states = [take(rank_of(2, rank, seed=1), batches, epoch=0)[1] for rank in range(2)]
-    for num_replicas in (2, 3):
-        with pytest.raises(StateError, match=r"seed=1 .* is 0 here"):
-            rank_of(num_replicas, 0).load_state_dict(states)
-
-
 def test_states_of_an_order_that_is_not_drawn_again_are_refused():
     """The sampler's own dataset has another length, of which its attributes say nothing in one of three ranks."""
     states = [take(rank_of(2, rank), 1, epoch=0)[1] for rank in range(2)]
@@ -174,20 +157,6 @@ def test_states_of_an_order_that_is_not_drawn_again_are_refused():
     loader.sampler.dataset = DATA[:-1]
     with pytest.raises(StateError, match="rank 0 got before"):
         loader.load_state_dict(states)
-
-
-def test_what_does_not_belong_together_is_refused():
-    states = [take(rank_of(2, rank), 1, epoch=1)[1] for rank in range(2)]
-    with pytest.raises(StateError, match=r"num_replicas=2, this one has 3.*list of all ranks"):
-        rank_of(3, 0).load_state_dict(states[0])
-    with pytest.raises(StateError, match="rank=0, this one has 1"):
-        rank_of(2, 1).load_state_dict(states[0])
-    with pytest.raises(StateError, match="one state of each rank"):
-        rank_of(3, 0).load_state_dict(states[:1])
-    with pytest.raises(StateError, match="different epochs"):
-        rank_of(3, 0).load_state_dict([states[0], take(rank_of(2, 1), 1, epoch=2)[1]])
-    with pytest.raises(StateError, match="load the one state of this loader"):
-        DataLoader(DATA, 4, num_workers=1).load_state_dict(states)
 
 
 # ---- parts of iterable datasets, and the epoch

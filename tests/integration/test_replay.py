@@ -25,7 +25,7 @@ from rayloader.cli.commands import app
 from rayloader.replay import provenance, rebuild
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
-from rayloader.resume.state import VERSIONS
+from rayloader.resume.state import VERSIONS, State
 
 pytestmark = oversubscribed
 
@@ -55,6 +55,10 @@ class Run:
 
 def through_json(state):
     return json.loads(json.dumps(state))
+
+
+def loaded(states):
+    return [State.load(one) for one in states]
 
 
 def run_of(dataset=data.Augmented, num_workers=2, **options):
@@ -189,9 +193,7 @@ def test_a_state_of_eight_workers_suits_a_loader_of_one():
 
 def test_the_nearest_state_counts(monkeypatch):
     run = run_of(epochs=1)
-    built_before = [
-        rebuild.Rebuilding(again(), states, 0, 9).before for states in (run.states[:1], run.states[:2], run.states[:3])
-    ]
+    built_before = [rebuild.Rebuilding(again(), loaded(run.states[:count]), 0, 9).before for count in (1, 2, 3)]
     assert built_before == sorted(built_before, reverse=True)
     assert built_before[0] > built_before[2]
 
@@ -200,7 +202,7 @@ def test_a_batch_seeded_by_itself_is_built_at_once(monkeypatch):
     monkeypatch.setattr(checkpoint, "held_in", lambda _: [])  # modules of other tests hold generators
     run = run_of(seeding="batch", epochs=1)
     for state in run.states[:3]:
-        rebuilding = rebuild.Rebuilding(again(seeding="batch"), [state], 0, 8)
+        rebuilding = rebuild.Rebuilding(again(seeding="batch"), loaded([state]), 0, 8)
         assert rebuilding.before == 0
         assert same(rebuilding.run().batch, run.epochs[0][8])
 
@@ -385,7 +387,7 @@ def test_a_step_that_the_log_of_a_killed_run_lacks_is_built_without_it(tmp_path)
     run = run_of(provenance=path, epochs=1)
     log = provenance.read(path)
     log.iterations[0] = dataclasses.replace(log.iterations[0], rows=log.iterations[0].rows.slice(0, 3))
-    rebuilt = rebuild.rebuilt_in_fork(again(), log.states_of(0), 0, 6, log)
+    rebuilt = rebuild.rebuilt_in_fork(again(), loaded(log.states_of(0)), 0, 6, log)
     assert same(rebuilt.batch, run.epochs[0][6])
     assert not rebuilt.is_compared
 
@@ -578,7 +580,7 @@ def test_building_again_writes_to_no_log(tmp_path):
     before = path.read_bytes()
     loader = again(provenance=path)
     loader.batch_at(0, 4)
-    rebuild.Rebuilding(loader, [*provenance.read(path).states_of(0)], 0, 4).run()
+    rebuild.Rebuilding(loader, loaded(provenance.read(path).states_of(0)), 0, 4).run()
     assert path.read_bytes() == before
 
 
@@ -599,22 +601,30 @@ def test_a_share_is_compared_with_a_log_alone(command, saved, tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the commands are those of a shell")
-def test_the_story_of_the_page_runs_as_it_stands(tmp_path):
-    """Each command in its turn, in a process of its own, as a reader would."""
+def test_the_story_of_the_page_runs_as_it_stands(tmp_path, command, monkeypatch):
+    """Each command in its turn, as a reader would."""
     page = (ROOT / "docs" / "howto" / "replay.md").read_text()
     story = page[: page.index("## In a program")]
     [block] = blocks_of("replay.md", story)
     (tmp_path / "train.py").write_text(block.code)
     commands = commands_of(story)
     assert [line.split()[0] for line in commands] == ["python", *["rayloader"] * 3, "echo"]
-    programs = {"python": sys.executable, "rayloader": f"{sys.executable} -m rayloader"}
-    printed = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "train", None)  # so that the program's is gone afterwards
+    del sys.modules["train"]
+    printed = []
     for line in [*commands, "python train.py"]:
-        for name, program in programs.items():
-            line = re.sub(rf"^{name} ", f"{shlex.quote(program) if name == 'python' else program} ", line)
-        done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, done.stderr
-        printed[len(printed)] = done.stdout
+        program, *arguments = shlex.split(line)
+        if program == "rayloader":
+            assert arguments.pop(0) == "replay"
+            code, output = command(*arguments)
+        else:
+            line = re.sub(r"^python ", f"{shlex.quote(sys.executable)} ", line)
+            done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, timeout=120)
+            code, output = done.returncode, done.stdout
+        assert code == 0, output
+        printed.append(output)
     assert printed[0].startswith("step 19: loss")
     assert "(the log's)" in printed[1]
     assert "123" in printed[1][printed[1].index("indices") :].split("]")[0]

@@ -1,6 +1,7 @@
 """What a state without workers holds of a loader: put back only where it fits."""
 
 import random
+import sys
 import types
 from types import SimpleNamespace
 
@@ -38,6 +39,7 @@ def test_one_of_a_module_that_is_missing_is_warned_of(monkeypatch):
     """It may have nothing to do with the dataset."""
     module = types.ModuleType("of_the_program")
     module.RNG, module.OTHER = random.Random(1), random.Random(2)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(checkpoint, "own_modules", lambda: [(module.__name__, vars(module))])
     state = checkpoint.capture(loader_of(None))
     before = module.OTHER.random()

@@ -7,6 +7,7 @@ import errno
 import gc
 import itertools
 import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -27,7 +28,7 @@ import rayloader
 from rayloader import DataLoader, RayloaderError
 from rayloader.data import fingerprint
 from rayloader.data.fingerprint import parts_of
-from rayloader.replay import provenance
+from rayloader.replay import log_writer, provenance
 from rayloader.replay.provenance import OUTCOMES, read
 from rayloader.task import Outcome
 
@@ -79,7 +80,7 @@ def columns(log, *names):
 
 def written(path, *, label="", steps=range(5), flush=True):
     """The rows of an epoch that a loader's iterator has written."""
-    rows = provenance.opened(SimpleNamespace(provenance=path, label=label))
+    rows = log_writer.opened(SimpleNamespace(provenance=path, label=label))
     loader = DataLoader(Squares(), 2, name=label or None)
     rows.begin(loader, DataLoader(Squares())._position or position_of(loader), EMPTY)
     for step in steps:
@@ -327,7 +328,7 @@ def test_a_damaged_log_is_refused_and_not_cut(tmp_path):
         written(path)
         gc.collect()
     content = bytearray(path.read_bytes())
-    content[len(provenance._BEGIN)] ^= 1
+    content[len(provenance.BEGIN)] ^= 1
     path.write_bytes(content)
     with pytest.raises(RayloaderError, match="is damaged after"):
         read(path)
@@ -343,13 +344,14 @@ def test_from_every_length_that_a_kill_may_leave_it_is_read_and_continued(tmp_pa
     path = tmp_path / "whole"
     written(path)
     whole = path.read_bytes()
-    begin = len(provenance._BEGIN)
+    begin = len(provenance.BEGIN)
     ends = [begin]
     while ends[-1] < len(whole):
         message = pa.ipc.read_message(pa.py_buffer(whole).slice(ends[-1]))
         ends.append(ends[-1] + 8 + message.metadata.size + message.body.size)
     assert len(ends) == 3  # the start of the epoch, and its rows
-    for size in [*range(begin, len(whole), 97), *ends, *(end - 1 for end in ends[1:]), *(end + 5 for end in ends[:-1])]:
+    around = [*ends, *(end - 1 for end in ends[1:]), *(end + 5 for end in ends[:-1])]
+    for size in [*range(begin, len(whole), 977), *around]:
         cut = tmp_path / "cut"
         cut.write_bytes(whole[:size])
         log = read(cut)
@@ -365,7 +367,7 @@ def test_from_every_length_that_a_kill_may_leave_it_is_read_and_continued(tmp_pa
 @pytest.mark.parametrize("size", [0, 1, 100])
 def test_a_file_without_its_whole_beginning_is_begun_again(tmp_path, size):
     path = tmp_path / "log"
-    path.write_bytes(provenance._BEGIN[:size])
+    path.write_bytes(provenance.BEGIN[:size])
     list(DataLoader(Squares(4), 2, provenance=path))
     assert columns(read(path), "step") == [(0,), (1,)]
 
@@ -386,8 +388,8 @@ def test_zeros_at_the_end_which_a_failing_machine_leaves_are_cut_off(tmp_path):
 
 
 def test_rows_are_written_when_there_are_many(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "ROWS", 4)
-    monkeypatch.setattr(provenance, "SECONDS", 1e9)
+    monkeypatch.setattr(log_writer, "ROWS", 4)
+    monkeypatch.setattr(log_writer, "SECONDS", 1e9)
     rows = written(tmp_path / "log", steps=range(3), flush=False)
     assert columns(read(tmp_path / "log"), "step") in ([], [(0,)])  # the first may find that it is long since the last
     rows.flush()
@@ -397,7 +399,7 @@ def test_rows_are_written_when_there_are_many(tmp_path, monkeypatch):
 
 
 def test_rows_are_written_with_the_next_one_when_it_is_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "SECONDS", 0.0)
+    monkeypatch.setattr(log_writer, "SECONDS", 0.0)
     written(tmp_path / "log", steps=range(3), flush=False)
     assert columns(read(tmp_path / "log"), "step") == [(0,), (1,)]
 
@@ -442,14 +444,14 @@ class Interrupted(BaseException):
 
 
 def test_an_interrupt_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "ROWS", 2)
+    monkeypatch.setattr(log_writer, "ROWS", 2)
     count = 3
 
     def interrupt(number):
         points = itertools.count(1)
 
         def profile(frame, event, argument):
-            own = frame.f_code.co_filename == provenance.__file__ and frame.f_code.co_name != "__del__"
+            own = frame.f_code.co_filename == log_writer.__file__ and frame.f_code.co_name != "__del__"
             if own and event in ("call", "c_return") and argument is not sys.setprofile and next(points) == number:
                 sys.setprofile(None)
                 raise Interrupted
@@ -532,7 +534,7 @@ def test_a_part_of_a_message_is_completed(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_stays_full_costs_no_memory(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(provenance, "QUEUED", 2)
+    monkeypatch.setattr(log_writer, "QUEUED", 2)
     rows = written(tmp_path / "log")
 
     def full(*_):
@@ -595,35 +597,50 @@ def test_loaders_of_one_process_share_a_file(tmp_path):
     assert log.of_loader("two").row(0, 2)["indices"] == [4, 5]
 
 
-OTHER = """
-import rayloader, sys
-try:
-    iter(rayloader.DataLoader(range(4), provenance=sys.argv[1]))
-except rayloader.RayloaderError as error:
-    print(error)
-"""
+@contextlib.contextmanager
+def child(does):
+    """A forked child that lives; gives the text that it has returned."""
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    if (number := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            sending.send(does())
+        signal.pause()
+    with receiving:
+        sending.close()
+        try:
+            yield receiving.recv()
+        finally:
+            os.kill(number, signal.SIGKILL)
+            os.waitpid(number, 0)
 
 
-def other(path):
-    done = subprocess.run([sys.executable, "-c", OTHER, path], check=True, timeout=120, capture_output=True, text=True)
-    return done.stdout
+def begun(path):
+    """Begins an epoch that is logged there; what it says if it can't."""
+    try:
+        iter(DataLoader(Squares(), 2, provenance=path))
+    except RayloaderError as error:
+        return str(error)
+    return ""
 
 
 def test_another_process_is_kept_out_until_the_loader_has_ended(tmp_path):
-    loader = DataLoader(Squares(), 2, provenance=tmp_path / "log")
+    path = tmp_path / "log"
+    loader = DataLoader(Squares(), 2, provenance=path)
     list(loader)
-    assert f"another process writes to the provenance log {tmp_path / 'log'}" in other(tmp_path / "log")
+    with child(lambda: begun(path)) as error:
+        assert f"another process writes to the provenance log {path}" in error
     del loader
     gc.collect()
-    assert not other(tmp_path / "log")
-    assert len(read(tmp_path / "log").iterations) == 2
+    with child(lambda: begun(path)) as error:
+        assert not error
+    assert len(read(path).iterations) == 2
 
 
 def test_where_no_file_can_be_locked_it_is_written_all_the_same(tmp_path, monkeypatch, caplog):
     def unlocked(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(provenance.fcntl, "flock", unlocked)
+    monkeypatch.setattr(log_writer.fcntl, "flock", unlocked)
     with caplog.at_level(logging.INFO, "rayloader"):
         list(DataLoader(Squares(), 2, provenance=tmp_path / "log"))
     assert "nothing keeps other processes from the provenance log" in caplog.text
@@ -632,30 +649,28 @@ def test_where_no_file_can_be_locked_it_is_written_all_the_same(tmp_path, monkey
 
 def test_a_forked_child_leaves_it_to_its_parent(tmp_path):
     loader = DataLoader(Squares(), 2, provenance=tmp_path / "log")
-    iterator = iter(loader)
-    next(iterator)
-    read_end, write_end = os.pipe()
-    if (child := os.fork()) == 0:
-        with contextlib.suppress(BaseException):
-            next(iterator)
-            iterator.position.flush_log()
-            os.write(write_end, b"done")
-        signal.pause()
-    os.close(write_end)
-    assert os.read(read_end, 10) == b"done"
-    os.close(read_end)
-    del loader, iterator  # the child still lives, and does not keep the lock
-    gc.collect()
-    assert not other(tmp_path / "log")
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    iterators = [iter(loader)]
+    next(iterators[0])
+
+    def writes():
+        next(iterators[0])
+        iterators[0].position.flush_log()
+        return "done"
+
+    with child(writes) as told:
+        assert told == "done"
+        del loader, iterators[:]  # the child still lives, and does not keep the lock
+        gc.collect()
+        with child(lambda: begun(tmp_path / "log")) as error:
+            assert not error
     assert [one.rows["step"].to_pylist() for one in read(tmp_path / "log").iterations] == [[0], []]
 
 
 def test_without_pyarrow_the_remedy_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "rayloader.replay.provenance")
-    monkeypatch.delattr(rayloader.replay, "provenance")
+    for name in ("provenance", "log_writer"):
+        monkeypatch.delitem(sys.modules, f"rayloader.replay.{name}")
+        monkeypatch.delattr(rayloader.replay, name)
     with pytest.raises(ImportError, match=r"provenance= needs pyarrow: pip install rayloader\[arrow\]"):
         iter(DataLoader(Squares(), provenance=tmp_path / "log"))
 

@@ -216,8 +216,14 @@ def test_what_does_not_belong_together_is_refused():
         rank_of("shuffle", 3, 0).load_state_dict([states[0], begun("shuffle", 2, epochs=2, batches=1)[1][1]])
     with pytest.raises(StateError, match="load the one state of this loader"):
         DataLoader(DATA, 4).load_state_dict(states)
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_states_of_another_shuffle_are_refused(batches, num_replicas):
+    states = [state for _, state in begun("shuffle", 2, epochs=1, batches=batches)]
     with pytest.raises(StateError, match=r"seed=1 .* is 0 here"):
-        DataLoader(DATA, 4, shuffle=True, num_replicas=3, rank=0).load_state_dict(states)
+        DataLoader(DATA, 4, shuffle=True, num_replicas=num_replicas, rank=0).load_state_dict(states)
 
 
 class Stream(IterableDataset):

@@ -304,11 +304,6 @@ TESTS = {
         "test_a_breakpoint_says_what_to_do": ["rayloader: breakpoint()"],
     },
     "integration/test_ranks.py": {
-        "test_what_does_not_belong_together_is_refused": [
-            "a list of states",
-            "a list must hold",
-            "the states are of different",
-        ],
         "test_that_all_ranks_read_the_same_is_told_in_the_log": ["rayloader: the loader has num_replicas"],
     },
     "integration/test_restoring.py": {
@@ -481,6 +476,11 @@ TESTS = {
         "test_nothing_can_be_told_before_the_workers_have_begun": ["the iterator was dropped"],
     },
     "unit/test_rank_states.py": {
+        "test_what_does_not_belong_together_is_refused": [
+            "a list of states",
+            "a list must hold",
+            "the states are of different",
+        ],
         "test_what_cannot_be_dealt_anew_goes_on_with_as_many_ranks": ["the states are of ... ranks"],
         "test_ranks_that_skip_other_steps_are_refused": ["the ranks' states differ"],
     },
