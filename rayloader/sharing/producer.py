@@ -37,7 +37,7 @@ from rayloader.options import is_whole
 from rayloader.protocol import carried
 from rayloader.replica import unpicklable
 from rayloader.replica.image import decode_replica, open_image
-from rayloader.sharing.ledger import END, Ledger, Passed, Place, PlacesLeft, Step
+from rayloader.sharing.ledger import END, Ledger, Place, PlacesLeft, Step
 from rayloader.sharing.messages import (
     REFUSALS,
     Connection,
@@ -209,13 +209,11 @@ class Producer:
     async def seek(self, rank: int, connection: int, epoch: int, taken: int) -> None:
         """The consumer continues at this place."""
         self._check(rank, connection)
-        try:
-            self._ledger.seek(rank, Place(epoch, taken))
-        except Passed:
+        if not self._ledger.seek(rank, Place(epoch, taken)):
             raise StateError(
                 f"the state is of batch {taken} of epoch {epoch}, which all consumers have taken and the producer no "
                 "longer keeps; to go back that far, load the state's entry 'loader' into the loader and share it again"
-            ) from None
+            )
         self._tell()
 
     @_answering

@@ -350,7 +350,7 @@ def test_ranks_and_workers_divide_the_row_groups(folder, workers):
 
 
 def test_a_worker_of_torchs_loader_that_does_not_know_its_rank_is_an_error(folder, monkeypatch):
-    monkeypatch.setattr("rayloader.data.parquet._are_there_ranks", lambda: True)
+    monkeypatch.setattr("rayloader.data.parquet.trains_in_a_group", lambda: True)
     with pytest.raises(rayloader.RayloaderError, match="does not know the rank of a worker of torch's own DataLoader"):
         list(TorchDataLoader(ParquetStream(folder), 4, num_workers=1))
 
