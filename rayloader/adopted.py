@@ -147,11 +147,7 @@ def warn_of_torchs(kind: type, reason: str) -> None:
     )
 
 
-def _no_patch() -> dict[str, Any] | None:
-    return None
-
-
-_defaults = _no_patch
+_defaults: Callable[[], dict[str, Any] | None] = lambda: None  # noqa: E731 # until there is a patch
 
 
 def exchange_iterators(defaults: Callable[[], dict[str, Any] | None] | None = None) -> None:

@@ -24,7 +24,7 @@ import pickle
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -57,19 +57,6 @@ from rayloader.transport.raw import new_memory
 
 _T = TypeVar("_T")
 logger = logging.getLogger("rayloader")
-
-
-def _answering(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Makes a consumer's Ray call of a method: the error that it refuses with is its answer."""
-
-    @functools.wraps(method)
-    async def answer(self: Producer, *arguments: Any) -> Any:
-        try:
-            return await method(self, *arguments)
-        except REFUSALS as error:
-            return error
-
-    return answer
 
 
 class _Outbox:
@@ -118,7 +105,10 @@ class _Outbox:
 
 
 class Producer:
-    """The actor of one share. A consumer's calls begin with its rank and the number of its connection."""
+    """The actor of one share. A consumer's calls begin with its rank and the number of its connection.
+
+    What a call raises, the consumer raises: `REFUSALS`, or any error that opening the loader makes.
+    """
 
     def __init__(self, terms: Terms) -> None:
         # Blocking calls are made only in the thread, which Ray does not see.
@@ -137,7 +127,7 @@ class Producer:
         self._thread = ThreadPoolExecutor(1, "rayloader-producer")
 
     async def open(self, pipeline: Pipeline) -> bool:
-        """For the owner: opens the loader; False if that requires the image's contents. May raise any error."""
+        """For the owner: opens the loader; False if that requires the image's contents."""
         if not await self._in_thread(self._hosted.open, pipeline):
             return False
         self._task = asyncio.get_running_loop().create_task(self._produce())
@@ -146,7 +136,6 @@ class Producer:
 
     # ---- for the consumers
 
-    @_answering
     async def connect(self, rank: int) -> Connection:
         """Makes the caller this consumer, and replaces the previous one; waits until the loader is open."""
         await self._opened.wait()
@@ -169,7 +158,6 @@ class Producer:
             self._terms.origin,
         )
 
-    @_answering
     async def attach(self, rank: int, connection: int, address: tcp_line.TcpAddress) -> str:
         """Sends this consumer's batches over a line from now on; the answer says why there can be none, or is empty."""
         self._check(rank, connection)
@@ -186,7 +174,6 @@ class Producer:
         """The consumers that the others wait for."""
         return self._ledger.held_up_by()
 
-    @_answering
     async def state(self, rank: int, connection: int, epoch: int, taken: int) -> tuple[int, int, Any, int]:
         """The newest state of the loader that is not after a consumer's place, and how many batches lie between them.
 
@@ -205,7 +192,6 @@ class Producer:
             raise state
         return (*place, state, place.number - before[-1].number)
 
-    @_answering
     async def seek(self, rank: int, connection: int, epoch: int, taken: int) -> None:
         """The consumer continues at this place."""
         self._check(rank, connection)
@@ -216,7 +202,6 @@ class Producer:
             )
         self._tell()
 
-    @_answering
     async def leave(self, rank: int, connection: int) -> None:
         """The consumer needs no more batches."""
         self._check(rank, connection)
