@@ -385,8 +385,8 @@ class Inbox:
             answer = RayAnswer(call)
             while not line.is_quiet:
                 self._link.check_session()
-                if answer.value is not NONE_YET and (reason := self._link.result(call)):
-                    raise LineError(reason)
+                if answer.value is not NONE_YET:
+                    self._link.result(call)  # raises LineError where there can be no line
                 if line.refused or line.ended:
                     raise LineError(line.refused or "it was closed at once")
                 self._poll(line)

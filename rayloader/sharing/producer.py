@@ -51,7 +51,7 @@ from rayloader.sharing.messages import (
 from rayloader.start import session
 from rayloader.transport import codec, tcp_line
 from rayloader.transport.lanes import Recycled, to_wire
-from rayloader.transport.line import Line, LineError, Message
+from rayloader.transport.line import Line, Message
 from rayloader.transport.memory_file import MemoryFileError
 from rayloader.transport.raw import new_memory
 
@@ -107,7 +107,7 @@ class _Outbox:
 class Producer:
     """The actor of one share. A consumer's calls begin with its rank and the number of its connection.
 
-    What a call raises, the consumer raises: `REFUSALS`, or any error that opening the loader makes.
+    What a call raises reaches the caller: `REFUSALS`, why there can be no line, or any error of opening the loader.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -158,17 +158,13 @@ class Producer:
             self._terms.origin,
         )
 
-    async def attach(self, rank: int, connection: int, address: tcp_line.TcpAddress) -> str:
-        """Sends this consumer's batches over a line from now on; the answer says why there can be none, or is empty."""
+    async def attach(self, rank: int, connection: int, address: tcp_line.TcpAddress) -> None:
+        """Sends this consumer's batches over a line from now on; raises LineError where there can be none."""
         self._check(rank, connection)
-        try:
-            line = await asyncio.get_running_loop().run_in_executor(None, tcp_line.connect, address, new_memory)
-        except LineError as error:
-            return str(error)
+        line = await asyncio.get_running_loop().run_in_executor(None, tcp_line.connect, address, new_memory)
         for outbox in [one for one in self._outboxes if (one.rank, one.connection) == (rank, connection)]:
             self._hang_up(outbox)
         self._outboxes.append(_Outbox(rank, connection, line, self._hear))
-        return ""
 
     async def held_up_by(self) -> list[int]:
         """The consumers that the others wait for."""
