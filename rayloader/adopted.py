@@ -147,11 +147,7 @@ def warn_of_torchs(kind: type, reason: str) -> None:
     )
 
 
-def _no_patch() -> dict[str, Any] | None:
-    return None
-
-
-_defaults = _no_patch
+_defaults: Callable[[], dict[str, Any] | None] = lambda: None  # noqa: E731 # until there is a patch
 
 
 def exchange_iterators(defaults: Callable[[], dict[str, Any] | None] | None = None) -> None:
@@ -180,36 +176,29 @@ class _Constructor:
         is_torchs = type(iterator) in (SingleProcessIterator, MultiProcessIterator)
         if is_torchs == (self._class is BaseIterator):
             return init  # for torch's own iterators the constructor of their class counts, for others that of the base
-        return functools.partial(_construct if is_torchs else _construct_others, init, iterator)
+        return functools.partial(_construct, init, iterator, is_torchs)
 
 
-def _construct(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
-    """An iterator of torch's own class is made of a loader."""
+def _construct(init: Callable[[Any], None], iterator: Any, is_torchs: bool, loader: Any) -> None:
+    """An iterator of torch's own class, or of one that derives from it and may do anything, is made of a loader."""
     adopted = _adopted(loader)
     reason = None
-    if adopted is not None:
+    if adopted is not None and is_torchs:
         reason = adopted.refusal()
-    elif _defaults() is not None and not isinstance(loader, DataLoader) and loader.num_workers > 0:
-        reason = "it was created before, or without torch's constructor; call patch() at the start of the program"
-    if reason is not None:
-        warn_of_torchs(loader.__class__, reason)
-    if adopted is None or reason is not None:
-        init(loader)
-    else:
-        adopted.become(iterator)
-
-
-def _construct_others(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
-    """An iterator of a class that derives from torch's, and may do anything, is made of a loader."""
-    adopted = _adopted(loader)
-    if adopted is not None and loader.num_workers > 0:
+    elif adopted is not None and loader.num_workers > 0:
         kind = type(iterator)
         reason = (
             f"its iterators are of a class of their own, {kind.__module__}.{kind.__qualname__}; create a "
             "rayloader.DataLoader of the same dataset, samplers and collate_fn"
         )
+    elif is_torchs and _defaults() is not None and not isinstance(loader, DataLoader) and loader.num_workers > 0:
+        reason = "it was created before, or without torch's constructor; call patch() at the start of the program"
+    if reason is not None:
         warn_of_torchs(loader.__class__, reason)
-    init(loader)
+    if adopted is not None and is_torchs and reason is None:
+        adopted.become(iterator)
+    else:
+        init(loader)
 
 
 def _adopted(loader: Any) -> Adopted | None:

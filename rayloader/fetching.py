@@ -29,7 +29,7 @@ class NothingLeft(Exception):
 
 def create_fetcher(kind: int, dataset: Any, auto_collation: bool, drop_last: bool) -> Any:
     """Torch's fetcher for a dataset, but without collating; its iterator is created here."""
-    return DatasetKind.create_fetcher(kind, dataset, auto_collation, _as_they_are, drop_last)
+    return DatasetKind.create_fetcher(kind, dataset, auto_collation, lambda samples: samples, drop_last)
 
 
 def fetch(fetcher: Any, kind: int, indices: Any, skipped: list[Skipped] | None) -> tuple[Any, int]:
@@ -129,7 +129,3 @@ def tell(skipped: Sequence[Skipped], count: int, max_skipped: int) -> None:
 
 def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _as_they_are(samples: Any) -> Any:
-    return samples

@@ -133,13 +133,8 @@ def _look() -> None:
     _own, _seen = own, seen
 
 
-def is_own_module(module: types.ModuleType) -> bool:
-    """Whether the program has written it; a module without a file may be its own, unless Python contains it."""
-    return is_own_namespace(namespace_of(module))
-
-
 def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
-    """Whether these are the globals of a module that the program has written."""
+    """Whether these are the globals of a module that the program has written; one without a file may be its own."""
     if (file := namespace.get("__file__")) is not None:
         return _is_own(namespace.get("__name__"), file)
     return getattr(namespace.get("__spec__"), "origin", None) not in ("built-in", "frozen")
@@ -150,7 +145,7 @@ def is_own_name(name: Any) -> bool:
     if name == "__main__":
         return True
     module = sys.modules.get(name) if isinstance(name, str) else None
-    return is_a(module, types.ModuleType) and is_own_module(module)  # type: ignore[arg-type]
+    return is_a(module, types.ModuleType) and is_own_namespace(namespace_of(module))
 
 
 @functools.cache

@@ -134,14 +134,11 @@ def _rebuilt(name: str, packed: dict[str, Any]) -> Any:
 
 
 _FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
-_PATHS = {
-    kind.__name__: getattr(pathlib, "Path" if "Pure" not in kind.__name__ else kind.__name__)
-    for kind in (
-        pathlib.PosixPath,
-        pathlib.WindowsPath,
-        pathlib.PurePosixPath,
-        pathlib.PureWindowsPath,
-    )
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    "PosixPath": pathlib.Path,  # on the system that loads the state
+    "WindowsPath": pathlib.Path,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
 }
 
 

@@ -7,6 +7,7 @@ is on the disk.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import os
@@ -233,18 +234,13 @@ def _with(schema: pa.Schema, batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-class _naming:
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
     """Names the file in an error of pyarrow's."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if isinstance(error, (pa.ArrowException, OSError)):
-            raise ValueError(f"{self._path} cannot be read, it is damaged or not whole: {error}") from error
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read, it is damaged or not whole: {error}") from error
 
 
 def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:

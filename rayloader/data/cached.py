@@ -396,7 +396,8 @@ class _InFolder(WithoutContent):
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._identity.hex()[:32]}-{os.uname().nodename}.rayloader-cache"
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        in_memory = os.fstat(self._fd).st_dev == _device_of("/dev/shm")
+        shm = Path("/dev/shm")
+        in_memory = shm.exists() and os.fstat(self._fd).st_dev == shm.stat().st_dev
         options: dict[str, Any] = {"in_memory": in_memory, "identity": self._identity, "again": self._again}
         return SampleStore(self._fd, count, max_bytes, **options)
 
@@ -409,10 +410,3 @@ class _InFolder(WithoutContent):
         if self._fd >= 0:
             close(self._fd)
             self._fd = -1
-
-
-def _device_of(path: str) -> int:
-    try:
-        return os.stat(path).st_dev
-    except OSError:
-        return -1

@@ -126,7 +126,7 @@ class Converter:
 
     def batch(self, columns: Columns) -> dict[str, Any]:
         """A batch, as the default collate makes it for tensors; arrays are left as they are."""
-        return columns.collated() if self._form == "tensors" else columns.as_dict()
+        return columns.whole(collated=self._form == "tensors")
 
     @property
     def decodes(self) -> bool:

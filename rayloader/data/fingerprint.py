@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import io
 import itertools
 import os
 import stat
@@ -162,20 +161,6 @@ class WithoutContent:
     """A base of classes whose objects say nothing of what samples are: they have no description."""
 
 
-class _Into(io.RawIOBase):
-    """A file whose content goes into a hash."""
-
-    def __init__(self, described: Any) -> None:
-        self._described = described
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        self._described.update(content)
-        return len(content)
-
-
 class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles a dataset for its hash only: what has no value that is the same in each run is replaced by one.
 
@@ -186,14 +171,14 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def __init__(self, described: Any, seen: dict[Any, Any], *, lenient: bool = False) -> None:
-        super().__init__(_Into(described), protocol=5)
+        super().__init__(types.SimpleNamespace(write=described.update), protocol=5)
         self._seen, self._lenient = seen, lenient
 
     def persistent_id(self, obj: Any) -> Any:
         """Stands for a set, whose order is another one in each run; so no item may depend on those before it."""
         if type(obj) not in (set, frozenset):
             return None
-        return sorted((type(self)(None, dict(self._seen))._value(item) for item in obj), key=repr)
+        return sorted((type(self)(hashlib.sha256(), dict(self._seen))._value(item) for item in obj), key=repr)
 
     def reducer_override(self, obj: Any) -> Any:
         """How another object is described."""

@@ -24,7 +24,6 @@ from weakref import finalize
 
 import numpy as np
 import pyarrow as pa
-import torch.distributed as dist
 from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -34,6 +33,7 @@ from rayloader.data.paths import check_alike, data_files, paths_of
 from rayloader.data.rows import Row
 from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.errors import RayloaderError, StateError
+from rayloader.resume.ranks import trains_in_a_group
 
 logger = logging.getLogger("rayloader")
 
@@ -137,7 +137,7 @@ class ParquetStream(_DatasetOfAny):
         return _Reading(self, self._open(), _part_of_the_reader(self._has_ranks))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened_in": None, "_has_ranks": self._has_ranks or _are_there_ranks()}
+        return {**self.__dict__, "_opened_in": None, "_has_ranks": self._has_ranks or trains_in_a_group()}
 
     def _open(self) -> _Files:
         used = self._filesystem if self._files is None else self._files.filesystem
@@ -541,13 +541,9 @@ def _part_of_the_reader(has_ranks: bool) -> ShardInfo:
     try:
         return get_shard_info()
     except RayloaderError:
-        if worker is None or has_ranks or _are_there_ranks():
+        if worker is None or has_ranks or trains_in_a_group():
             raise
         return ShardInfo(worker.id, worker.num_workers, 0, 1, worker.id, worker.num_workers)
-
-
-def _are_there_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _whole(name: str, value: Any, least: int) -> int:

@@ -53,13 +53,9 @@ class Columns:
         values = {name: _part(column, indices, places) for name, column in self.values.items()}
         return Columns(values, len(indices), self.maker)
 
-    def collated(self) -> dict[str, Any]:
-        """What the default collate makes of the rows."""
-        return {name: _collated(column) for name, column in self.values.items()}
-
-    def as_dict(self) -> dict[str, Any]:
-        """The columns as they are."""
-        return {name: _as_it_is(column) for name, column in self.values.items()}
+    def whole(self, *, collated: bool) -> dict[str, Any]:
+        """The columns as the default collate makes them of the rows, or as they are."""
+        return {name: _whole(column, collated) for name, column in self.values.items()}
 
 
 class Row(MutableMapping[str, Any]):
@@ -159,7 +155,7 @@ def collate_rows(batch: Sequence[Any], *, collate_fn_map: Any = None) -> dict[st
     """The batch of rows, a column for each name; see NOTE [collate]."""
     parts = _parts(batch)
     if parts is not None:
-        return _joined([columns.part(indices) for columns, indices in parts]).collated()
+        return _joined([columns.part(indices) for columns, indices in parts]).whole(collated=True)
     first = batch[0]
     values = {name: [row[name] for row in batch] for name in first}
     return {name: column if name in first.lists else _stacked(column) for name, column in values.items()}
@@ -234,30 +230,21 @@ def _concatenated(columns: list[Any]) -> Any:
     return pyarrow.concat_arrays(columns)
 
 
-def _collated(column: Any) -> Any:
+def _whole(column: Any, collated: bool) -> Any:
     match column:
         case Columns():
-            return column.collated()
+            return column.whole(collated=collated)
         case Lists():
             return list(column)
-        case np.ndarray():
+        case np.ndarray() if collated:
             return torch.from_numpy(column)
-        case list() if column:
+        case list() if collated and column:
             return default_collate(column)
     return column
 
 
-def _as_it_is(column: Any) -> Any:
-    match column:
-        case Columns():
-            return column.as_dict()
-        case Lists():
-            return list(column)
-    return column
-
-
 def _stacked(values: list[Any]) -> Any:
-    """What `_collated` gives, of values from single rows."""
+    """What `_whole` gives where it collates, of values from single rows."""
     first = values[0]
     if isinstance(first, (np.ndarray, np.generic)):
         return torch.from_numpy(np.stack(values))

@@ -23,12 +23,11 @@ _T = TypeVar("_T")
 
 _Array = np.ndarray[Any, Any]
 
-
-def _text(raw: memoryview) -> str:
-    return str(raw, "utf-8", "surrogatepass")
-
-
-_LOADERS: dict[str, Callable[[memoryview], Any]] = {"str": _text, "bytes": bytes, "pickle": pickle.loads}
+_LOADERS: dict[str, Callable[[memoryview], Any]] = {
+    "str": lambda raw: str(raw, "utf-8", "surrogatepass"),
+    "bytes": bytes,
+    "pickle": pickle.loads,
+}
 
 
 class SharedList(Sequence[_T]):

@@ -144,11 +144,7 @@ class Work(NamedTuple):
 
 def _padded(part: _Numbers, number: int) -> _Numbers:
     """Pads with rows of zeros up to this number."""
-    if len(part) == number:
-        return part
-    padded = np.zeros((number, *part.shape[1:]), part.dtype)
-    padded[: len(part)] = part
-    return padded
+    return np.pad(part, [(0, number - len(part)), *[(0, 0)] * (part.ndim - 1)])
 
 
 _PACKED = struct.Struct("=6d")  # NumPy reads many of them as rows of numbers

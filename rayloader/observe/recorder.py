@@ -251,7 +251,7 @@ class Recorder:
     def tell(self) -> tuple[Tally, Tally]:
         """The tallies of the epoch that began last, and of all epochs."""
         past, live = self._tallies
-        return live[-1][1] if live else past, Tally.of([past, *(tally for _, tally in live)])
+        return self.latest, Tally.of([past, *(tally for _, tally in live)])
 
     @property
     def latest(self) -> Tally:

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from rayloader.observe.histogram import Spent
@@ -108,9 +107,7 @@ class Tracing:
     def __enter__(self) -> Tracing:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
-from rayloader.namespaces import is_own_module, namespace_of, own_modules
+from rayloader.namespaces import is_own_namespace, namespace_of, own_modules
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import import_modules, located
 from rayloader.random.random_state import RandomState
@@ -361,8 +361,8 @@ def _warn_of_more(loader: Any, samplers: Samplers) -> None:
 
 def held_in(loader: Any) -> list[Found]:
     """The random generators that a loader's dataset and `collate_fn` hold, and those of the program's modules."""
-    main = sys.modules.get("__main__")
-    own = [("__main__", namespace_of(main))] if main is not None and is_own_module(main) else []
+    main = namespace_of(sys.modules.get("__main__"))
+    own = [("__main__", main)] if is_own_namespace(main) else []
     return search(_holders(loader), [*own_modules(), *own])
 
 

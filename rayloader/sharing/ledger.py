@@ -42,10 +42,6 @@ class Step(Enum):
     WAIT = "wait for the consumers"
 
 
-class Passed(Exception):
-    """A consumer requests a place whose batches are no longer kept."""
-
-
 @dataclass(slots=True)
 class _Consumer:
     place: Place = START
@@ -151,17 +147,18 @@ class Ledger:
         is_over = place.epoch in self._lengths or place.epoch < self._front.epoch
         return END if (is_over and place.number >= length) or place < self.lowest else None
 
-    def seek(self, rank: int, place: Place) -> None:
+    def seek(self, rank: int, place: Place) -> bool:
         """A consumer continues at this place, as if it had taken everything before it and nothing after it.
 
-        Raises:
-            Passed: batches from there on are no longer kept.
+        Returns:
+            Whether it does: False if batches from there on are no longer kept.
         """
         oldest = min(self._kept, default=self._front)
         if place < min(oldest, self.place_of(rank)):
-            raise Passed
+            return False
         self._consumers[rank].place, self._consumers[rank].asked = place, NOWHERE
         self._forget()
+        return True
 
     def leave(self, rank: int, why: str) -> None:
         """A consumer stops reading, and the others no longer wait for it."""

@@ -35,7 +35,6 @@ from rayloader.replica import unpicklable
 from rayloader.replica.image import Image
 from rayloader.sharing.messages import (
     NAMESPACE,
-    REFUSALS,
     Connection,
     Kind,
     Pipeline,
@@ -126,10 +125,7 @@ def _opened(producer: Any, name: str, pipeline: Pipeline) -> bool:
             NOTICE_S,
         )
 
-    try:
-        return bool(_answer(producer.open.remote(pipeline), name, note_wait))
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    return bool(_answer(producer.open.remote(pipeline), name, note_wait))
 
 
 def _answer(ref: Any, name: str, note_wait: Callable[[], None]) -> Any:
@@ -137,12 +133,12 @@ def _answer(ref: Any, name: str, note_wait: Callable[[], None]) -> Any:
 
     Raises:
         ShareError: the producer is gone.
-        RayTaskError: the call has raised.
+        Exception: the call has raised it.
     """
     while True:
         (answer,) = wait_for([ref], 1, NOTICE_S)
         if isinstance(answer, RayTaskError):
-            raise answer
+            raise (answer.cause if isinstance(answer.cause, Exception) else answer) from None
         if isinstance(answer, RayError):
             raise ShareError(
                 f"the producer of the share {name!r} is gone: it was closed, the process that had called share() has "
@@ -245,10 +241,7 @@ class Link:
             ValueError: it refuses an argument.
         """
         self.check_session()
-        answer = _answer(ref, self.name, self.note_wait)
-        if isinstance(answer, REFUSALS):
-            raise answer
-        return answer
+        return _answer(ref, self.name, self.note_wait)
 
     def note_wait(self) -> None:
         """Logs that this consumer has waited for NOTICE_S, if it waits for other consumers."""
@@ -392,8 +385,8 @@ class Inbox:
             answer = RayAnswer(call)
             while not line.is_quiet:
                 self._link.check_session()
-                if answer.value is not NONE_YET and (reason := self._link.result(call)):
-                    raise LineError(reason)
+                if answer.value is not NONE_YET:
+                    self._link.result(call)  # raises LineError where there can be no line
                 if line.refused or line.ended:
                     raise LineError(line.refused or "it was closed at once")
                 self._poll(line)

@@ -17,8 +17,7 @@ from rayloader.transport.line import Message, Parcel, packed
 NAMESPACE = "rayloader-shares"
 # Before each message of a producer's line: the series that it belongs to, and the number of its batch.
 HEAD = struct.Struct("<qq")
-# What a consumer is refused with: the errors of a share, and those of arguments. Answers to its Ray calls are such an
-# error too, which it raises.
+# What a consumer is refused with: the errors of a share, and those of arguments.
 REFUSALS = (RayloaderError, ValueError)
 
 

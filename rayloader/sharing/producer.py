@@ -24,7 +24,7 @@ import pickle
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from rayloader.options import is_whole
 from rayloader.protocol import carried
 from rayloader.replica import unpicklable
 from rayloader.replica.image import decode_replica, open_image
-from rayloader.sharing.ledger import END, Ledger, Passed, Place, PlacesLeft, Step
+from rayloader.sharing.ledger import END, Ledger, Place, PlacesLeft, Step
 from rayloader.sharing.messages import (
     REFUSALS,
     Connection,
@@ -51,25 +51,12 @@ from rayloader.sharing.messages import (
 from rayloader.start import session
 from rayloader.transport import codec, tcp_line
 from rayloader.transport.lanes import Recycled, to_wire
-from rayloader.transport.line import Line, LineError, Message
+from rayloader.transport.line import Line, Message
 from rayloader.transport.memory_file import MemoryFileError
 from rayloader.transport.raw import new_memory
 
 _T = TypeVar("_T")
 logger = logging.getLogger("rayloader")
-
-
-def _answering(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Makes a consumer's Ray call of a method: the error that it refuses with is its answer."""
-
-    @functools.wraps(method)
-    async def answer(self: Producer, *arguments: Any) -> Any:
-        try:
-            return await method(self, *arguments)
-        except REFUSALS as error:
-            return error
-
-    return answer
 
 
 class _Outbox:
@@ -118,7 +105,10 @@ class _Outbox:
 
 
 class Producer:
-    """The actor of one share. A consumer's calls begin with its rank and the number of its connection."""
+    """The actor of one share. A consumer's calls begin with its rank and the number of its connection.
+
+    What a call raises reaches the caller: `REFUSALS`, why there can be no line, or any error of opening the loader.
+    """
 
     def __init__(self, terms: Terms) -> None:
         # Blocking calls are made only in the thread, which Ray does not see.
@@ -137,7 +127,7 @@ class Producer:
         self._thread = ThreadPoolExecutor(1, "rayloader-producer")
 
     async def open(self, pipeline: Pipeline) -> bool:
-        """For the owner: opens the loader; False if that requires the image's contents. May raise any error."""
+        """For the owner: opens the loader; False if that requires the image's contents."""
         if not await self._in_thread(self._hosted.open, pipeline):
             return False
         self._task = asyncio.get_running_loop().create_task(self._produce())
@@ -146,7 +136,6 @@ class Producer:
 
     # ---- for the consumers
 
-    @_answering
     async def connect(self, rank: int) -> Connection:
         """Makes the caller this consumer, and replaces the previous one; waits until the loader is open."""
         await self._opened.wait()
@@ -169,24 +158,18 @@ class Producer:
             self._terms.origin,
         )
 
-    @_answering
-    async def attach(self, rank: int, connection: int, address: tcp_line.TcpAddress) -> str:
-        """Sends this consumer's batches over a line from now on; the answer says why there can be none, or is empty."""
+    async def attach(self, rank: int, connection: int, address: tcp_line.TcpAddress) -> None:
+        """Sends this consumer's batches over a line from now on; raises LineError where there can be none."""
         self._check(rank, connection)
-        try:
-            line = await asyncio.get_running_loop().run_in_executor(None, tcp_line.connect, address, new_memory)
-        except LineError as error:
-            return str(error)
+        line = await asyncio.get_running_loop().run_in_executor(None, tcp_line.connect, address, new_memory)
         for outbox in [one for one in self._outboxes if (one.rank, one.connection) == (rank, connection)]:
             self._hang_up(outbox)
         self._outboxes.append(_Outbox(rank, connection, line, self._hear))
-        return ""
 
     async def held_up_by(self) -> list[int]:
         """The consumers that the others wait for."""
         return self._ledger.held_up_by()
 
-    @_answering
     async def state(self, rank: int, connection: int, epoch: int, taken: int) -> tuple[int, int, Any, int]:
         """The newest state of the loader that is not after a consumer's place, and how many batches lie between them.
 
@@ -205,20 +188,16 @@ class Producer:
             raise state
         return (*place, state, place.number - before[-1].number)
 
-    @_answering
     async def seek(self, rank: int, connection: int, epoch: int, taken: int) -> None:
         """The consumer continues at this place."""
         self._check(rank, connection)
-        try:
-            self._ledger.seek(rank, Place(epoch, taken))
-        except Passed:
+        if not self._ledger.seek(rank, Place(epoch, taken)):
             raise StateError(
                 f"the state is of batch {taken} of epoch {epoch}, which all consumers have taken and the producer no "
                 "longer keeps; to go back that far, load the state's entry 'loader' into the loader and share it again"
-            ) from None
+            )
         self._tell()
 
-    @_answering
     async def leave(self, rank: int, connection: int) -> None:
         """The consumer needs no more batches."""
         self._check(rank, connection)

@@ -63,8 +63,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("where", ["memory", "folder"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "where"), [*((way, "memory") for way in WAYS), ("forks", "folder"), ("actors", "folder")]
+)
 def test_batches_are_those_without_a_cache_and_samples_are_built_once(way, where, tmp_path):
     kept = cached(Decoded(), where=where if where == "memory" else tmp_path)
     loader = DataLoader(Augmented(kept), 4, shuffle=True, **WAYS[way])

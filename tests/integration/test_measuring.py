@@ -204,8 +204,8 @@ def test_a_slow_trainer_is_found_to_be_the_bottleneck():
 
 
 def test_stragglers_are_found_to_be_the_bottleneck():
-    # One batch in 16 takes 0.4 s, the others next to nothing: the other worker soon has nothing to do.
-    work = Work(160, lambda index: 0.4 if index % 16 == 0 else 0.002)
+    # One batch in 16 takes 0.2 s, the others next to nothing: the other worker soon has nothing to do.
+    work = Work(80, lambda index: 0.2 if index % 16 == 0 else 0.002)
     found = run(DataLoader(work, batch_size=1, num_workers=2, prefetch_factor=2), step=0.004)
     assert found.verdict.startswith("slow batches are the bottleneck: the trainer waits")
     assert "times the median, and the others wait for it" in found.verdict

@@ -13,7 +13,7 @@ from rayloader.sharing.link import MOST_AHEAD, Inbox
 from rayloader.sharing.messages import Kind, for_line
 from rayloader.transport import codec, tcp_line
 from rayloader.transport.lanes import SMALL_BYTES, Wire, from_wire, to_wire
-from rayloader.transport.line import packed
+from rayloader.transport.line import LineError, packed
 
 LENGTH = 12
 LARGE = 4 * SMALL_BYTES
@@ -82,7 +82,8 @@ class Link:
             self.producer.attach(*arguments)
 
     def result(self, call):
-        return self.refused
+        if self.refused:
+            raise LineError(self.refused)
 
     def check_session(self):
         pass

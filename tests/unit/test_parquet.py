@@ -375,7 +375,7 @@ def test_resuming_reads_no_row_group_before_the_position_but_those_of_rows_that_
         pieces = [group for group, _, _ in iterator._pieces]
         # To the end first: while an iterator lives, its thread loads the next row group at any time.
         states = [iterator.state_dict() for _ in iter(lambda: next(iterator, None), None)]
-        for state in states:
+        for state in states[::3]:
             resumed = iter(ParquetStream(folder, **arguments))
             loaded.clear()
             resumed.load_state_dict(state)

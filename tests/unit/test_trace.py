@@ -60,6 +60,14 @@ def loader():
     return DataLoader(torch.utils.data.TensorDataset(torch.zeros(10, 4)), batch_size=4)
 
 
+def slices_of(path, opened=open):
+    with opened(path) as file:
+        return [(e["name"], e["args"]["batch"]) for e in json.load(file)["traceEvents"] if e["ph"] == "X"]
+
+
+ALL = [(what, batch) for batch in range(3) for what in ("wait", "step")]
+
+
 @pytest.mark.parametrize(("name", "opened"), [("trace.json", open), ("trace.json.gz", gzip.open)])
 def test_the_file_holds_waits_and_steps_in_turn(tmp_path, name, opened):
     traced = loader()
@@ -69,11 +77,9 @@ def test_the_file_holds_waits_and_steps_in_turn(tmp_path, name, opened):
     with traced.trace(path):
         list(traced)
     list(traced)
+    assert slices_of(path, opened) == ALL
     with opened(path) as file:
         events = json.load(file)["traceEvents"]
-    assert [(e["name"], e["args"]["batch"]) for e in events if e["ph"] == "X"] == [
-        (what, batch) for batch in range(3) for what in ("wait", "step")
-    ]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rayloader: TensorDataset"}
     assert list(tmp_path.iterdir()) == [path]
 
@@ -85,21 +91,13 @@ def test_a_trace_may_begin_and_end_in_the_middle_of_an_epoch(tmp_path):
     with traced.trace(tmp_path / "trace.json"):
         next(iterator)
     next(iterator)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [(e["name"], e["args"]["batch"]) for e in events if e["ph"] == "X"] == [("step", 0), ("wait", 1)]
+    assert slices_of(tmp_path / "trace.json") == [("step", 0), ("wait", 1)]
 
 
 def test_the_file_is_written_where_the_block_raises(tmp_path):
     with pytest.raises(ZeroDivisionError), loader().trace(str(tmp_path / "trace.json")):
         raise ZeroDivisionError
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-
-
-def slices_of(path):
-    return [(e["name"], e["args"]["batch"]) for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-
-
-ALL = [(what, batch) for batch in range(3) for what in ("wait", "step")]
 
 
 def test_without_a_with_block_it_records_until_it_is_closed(tmp_path):
