@@ -113,7 +113,7 @@ class World:
         everything: Any = self
         self.actors = Actors(everything, None, SimpleNamespace(ray_remote_args={}, uses_lines=True))
         self.fleet = Fleet(self.actors)
-        self.fleet._mailbox = everything
+        self.fleet.mailbox = everything
         processes: list[Any] = [Process(node, world=self) for node in nodes]
         for process in processes:
             process.answer = "hello"
@@ -378,7 +378,7 @@ def test_while_there_is_hope_they_are_waited_for_and_that_is_told_once(monkeypat
     _, missing = before = world.hosts()
     assert world.fleet.check_started() == []
     assert world.told == [], "not at once"
-    world.fleet._notice_at = 0.0
+    world.actors._notice_at = 0.0
     for _ in range(3):
         assert world.fleet.check_started() == []
     assert world.told == [[missing]]
