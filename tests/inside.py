@@ -88,9 +88,9 @@ def taken_from(iterator):
     return worker, fleet.processes.sources([])(worker.host)
 
 
-def locks_of(pool):
-    """The locks that are held while a lost worker is replaced."""
-    return pool._lock, pool._lifetimes._lock
+def lock_of(pool):
+    """The lock that is held while a lost worker is replaced."""
+    return pool._lifetimes._lock
 
 
 def pool_if_any():

@@ -48,7 +48,7 @@ from rayloader.resume.skips import SkipSteps
 from rayloader.resume.state import State
 from rayloader.task import Task
 from rayloader.workers.fleet import Fleet
-from rayloader.workers.janitor import ends_with_program
+from rayloader.workers.janitor import ends_with_program, janitor
 
 logger = logging.getLogger("rayloader")
 

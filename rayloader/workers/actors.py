@@ -101,7 +101,6 @@ class Actors(Processes):
 
     @override
     def lend(self, count: int, *, fresh: bool = True) -> list[Actor]:
-        self.check()
         assert self._lease is not None
         return self._pool.lend(self._lease, self._remote_args, count, fresh=fresh)
 

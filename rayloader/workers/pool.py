@@ -5,7 +5,7 @@ warm for the next one; see lifetimes.py. It ends some time after the last loader
 or with the driver. Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in
 session.py).
 
-Threads: any thread may call; `_lock` guards the loaders. Finalizers (a lease's, a loader's, an iterator's) only enqueue
+Threads: any thread may call. Finalizers (a lease's, a loader's, an iterator's) only enqueue
 jobs for the janitor.
 """
 
@@ -20,7 +20,6 @@ import os
 import threading
 import time
 import uuid
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from rayloader.observe.metrics import Metrics
 from rayloader.start import session
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.workers.janitor import ends_with_program, janitor
+from rayloader.workers.janitor import Notes, ends_with_program, janitor
 from rayloader.workers.lifetimes import Lifetimes
 from rayloader.workers.output import Output
 from rayloader.workers.placement import Draining, Placement
@@ -57,10 +56,9 @@ leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their
 
 
 @dataclass(eq=False, slots=True)
-class _LoaderEntry:
-    """A loader that has iterated in this session."""
+class _Usable:
+    """What a loader that has iterated in this session can use."""
 
-    ref: weakref.ref[object]
     key: bytes = b""  # of the options that its actors are created with
 
 
@@ -72,8 +70,7 @@ class Pool:
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(janitor, self.session_alive)
         self._placement = Placement()
-        self._loaders: dict[int, _LoaderEntry] = {}  # by identity
-        self._lock = threading.Lock()
+        self._usable = Notes(_Usable)  # by loaders
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.output = Output()
@@ -109,17 +106,10 @@ class Pool:
             name: of the loader, for the names of actors.
         """
         self.wait()  # after this, actors that finalizers have left are warm
-        with self._lock:
-            self._entry(loader).key = _key(remote_args)
+        self._usable.of(loader).key = _key(remote_args)
         if self._metrics.watch(loader):
             self.later(self.tidy)
         return Lease(self._tidy_later, name)
-
-    def _entry(self, loader: object) -> _LoaderEntry:
-        entry = self._loaders.get(id(loader))
-        if entry is None or entry.ref() is not loader:
-            entry = self._loaders[id(loader)] = _LoaderEntry(weakref.ref(loader, self._tidy_later))
-        return entry
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
@@ -247,9 +237,7 @@ class Pool:
 
     def tidy(self) -> float | None:
         """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
-        with self._lock:
-            self._loaders = {number: entry for number, entry in self._loaders.items() if entry.ref() is not None}
-            usable = {entry.key for entry in self._loaders.values()}
+        usable = {loader.key for loader in self._usable}
         shared = not session.started_here()
         left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
         metrics = self._metrics.tell() if self.session_alive() else None
@@ -261,8 +249,7 @@ class Pool:
         self._lifetimes.closed = True
         janitor.do(self._end_metrics)
         janitor.do(self._lifetimes.kill_all)
-        with self._lock:
-            self._loaders = {}
+        self._usable.clear()
         if self._probe is not None:
             self._probe.close()
         self.output.close()
