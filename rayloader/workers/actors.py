@@ -240,12 +240,12 @@ class Actors(Processes):
     def verdict(self, pending: list[Actor], of: int, *, others: bool) -> Verdict:
         if time.monotonic() >= self._notice_at:
             self._notice_at = math.inf
-            self._pool.tell(pending, of)
+            self._pool.placement.tell(pending, of)
         verdict = self._pool.verdict(pending, self._remote_args, others=others)
         if verdict is Verdict.GIVE_UP:
             if not others:
-                raise self._pool.start_error(pending, of)
-            self._pool.gave_up(pending, of)
+                raise self._pool.placement.error(pending, of)
+            self._pool.placement.gave_up(pending, of)
         return verdict
 
 

@@ -31,7 +31,7 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader._compat_ray import draining_nodes, leave_out_deaths
-from rayloader.errors import RaySessionError, WorkerStartError, add_note
+from rayloader.errors import RaySessionError, add_note
 from rayloader.host.process import WorkerProcess
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.observe.metrics import Metrics
@@ -69,7 +69,7 @@ class Pool:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(janitor, self.session_alive)
-        self._placement = Placement()
+        self.placement = Placement()
         self._usable = Notes(_Usable)  # by loaders
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
@@ -204,34 +204,10 @@ class Pool:
                 actor.is_placed()
         news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
-        not_placed = [actor for actor in pending if actor.placed_at is None]
-        verdict = self._placement.verdict(
-            waited,
-            pending[0].key,
-            remote_args,
-            pending[0].options,
-            homeless=bool(not_placed),
-            had_room=all(actor.had_room for actor in not_placed),
-            others=others,
-        )
+        verdict = self.placement.verdict(pending, waited, remote_args, others=others)
         if verdict is Verdict.MAKE_ROOM:
             self.later(self._lifetimes.kill_spare)
         return verdict
-
-    def tell(self, pending: list[Actor], of: int) -> None:
-        """Logs what the program waits for."""
-        homeless = sum(not actor.is_placed() for actor in pending)
-        self._placement.tell(len(pending), of, homeless, pending[0].options)
-
-    def gave_up(self, actors: list[Actor], of: int) -> None:
-        """The fleet continues without these actors."""
-        self._placement.gave_up(actors[0].key, len(actors), of, of - len(actors))
-
-    def start_error(self, actors: list[Actor], of: int) -> WorkerStartError:
-        """The error for actors of a fleet that have found no place, or do not start there."""
-        if all(actor.placed_at is not None for actor in actors):
-            return self._placement.slow_error(len(actors), of)
-        return self._placement.error(len(actors), of, actors[0].options)
 
     # ---- ends
 
@@ -267,7 +243,7 @@ class Pool:
         here = session.node_id()
         nodes = [actor.address.node_id for actor in self.actors if actor.address is not None]
         elsewhere = collections.Counter(node_id for node_id in nodes if node_id != here)
-        seconds = self.draining.look(elsewhere, self._placement.limit_with_others)
+        seconds = self.draining.look(elsewhere, self.placement.limit_with_others)
         for actor in self.actors:
             if self.is_draining(actor):
                 self._lifetimes.kill(actor, if_spare=True)
@@ -277,13 +253,13 @@ class Pool:
         self.later(self.tidy)
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
-        had_room = not self._placement.lacks_cpus(remote_args, count)
+        had_room = not self.placement.lacks_cpus(remote_args, count)
         if not had_room:  # idle actors that these loaders cannot use may hold them
             self.later(functools.partial(self._lifetimes.kill_spare, but=key))
         staying = [actor for actor in self.actors if not self.is_draining(actor)]
         living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
-        options = self._placement.options(remote_args, count, count + living)
-        where = self._placement.where(options)
+        options = self.placement.options(remote_args, count, count + living)
+        where = self.placement.where(options)
         try:
             actors = [self._make(lease, key, options, where, had_room=had_room) for _ in range(count)]
         except Exception as error:  # whatever Ray says of the user's options

@@ -91,7 +91,7 @@ class Process:
 
 
 class World:
-    """A fleet of actors on named nodes. This object is the pool that these come from, and the mailbox of its workers.
+    """A fleet of actors on named nodes. This object is the pool, with its placement, and the mailbox of the workers.
 
     Attributes:
         drained: nodes, with how late their workers are: 0 not at all, 1 unless room is found elsewhere, 2 in any case.
@@ -107,7 +107,7 @@ class World:
         self.killed: list[Process] = []
         self.hurried: list[int] = []
         self.left: list[int] = []
-        self.draining = self
+        self.draining = self.placement = self
         self.output = SimpleNamespace(address="where output goes")
         self.closed = False
         everything: Any = self
@@ -185,7 +185,7 @@ class World:
     def gave_up(self, pending: list[Process], count: int) -> None:
         pass
 
-    def start_error(self, pending: list[Process], count: int) -> Exception:
+    def error(self, pending: list[Process], count: int) -> Exception:
         return WorkerStartError(f"{len(pending)} of {count}")
 
     def later(self, job: object) -> None:
