@@ -229,12 +229,7 @@ def end_all() -> None:
         time.sleep(0.002)
 
 
-def _forget() -> None:
-    """In a forked child: they are its parent's."""
-    _ending.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_ending.clear)  # they are the parent's
 
 
 # ---- in the zygote
