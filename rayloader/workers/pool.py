@@ -68,7 +68,7 @@ class Pool:
     def __init__(self, session_name: session.SessionName) -> None:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
-        self._lifetimes = Lifetimes(janitor, self.session_alive)
+        self._lifetimes = Lifetimes(self.session_alive)
         self.placement = Placement()
         self._usable = Notes(_Usable)  # by loaders
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
