@@ -12,9 +12,9 @@ left something behind in them. IDLE ones are warm. They may be lent to any loade
 some time after the last such loader is gone; in a Ray that others use too, those that hold CPUs are killed so soon
 after their epoch, because others may wait for these.
 
-Threads: the users' threads lend. Everything else, below the line, is done by the thread of the `Janitor`, which ends what finalizers
-leave behind, and keeps deadlines. `_lock` guards the step from IDLE to LENT or GONE; Ray calls under it only take an
-instant.
+Threads: the users' threads lend. Everything else, below the line, is done by the thread of the `Janitor`, which ends
+what finalizers leave behind, and keeps deadlines. `_lock` guards the step from IDLE to LENT or GONE; Ray calls under it
+only take an instant.
 """
 
 from __future__ import annotations
