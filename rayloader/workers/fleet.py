@@ -175,7 +175,7 @@ class Fleet:
                 except ProcessLost as lost:  # its workers stay away; the epoch begins them elsewhere
                     self.lose(lost.process)
         self._begin([worker for worker in self.workers if not worker.host.lost])
-        self.mailbox.flush()  # forks are to be as the program is now
+        self.processes.begin()
 
     def revive(self) -> list[Worker]:
         """Begins the workers that are away and have a host by now; the epoch must then repeat their journals' calls.

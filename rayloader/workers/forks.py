@@ -117,6 +117,10 @@ class Forks(Processes):
         return new
 
     @override
+    def begin(self) -> None:
+        self.zygote.begin()
+
+    @override
     def kill(self, process: Fork) -> None:
         if process in self._forks and process.pid is not None:
             process.zygote.kill(process.pid)
