@@ -17,13 +17,14 @@ from typing import Any
 from rayloader.epoch import engine
 from rayloader.epoch.draws import Draws
 from rayloader.epoch.schedule import Schedule
+from rayloader.workers.connection import Mailbox
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.worker import Worker
 
 STEPS = {
     "draw": [(Draws, "next")],
     "schedule": [(Schedule, "handle")],
-    "send": [(Worker, "give"), (Fleet, "flush")],
+    "send": [(Worker, "give"), (Mailbox, "flush")],
     "wait": [(Fleet, "wait")],
     "receive": [(Fleet, "receive")],
     "open": [(engine, "opened")],

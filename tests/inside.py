@@ -32,7 +32,7 @@ def actors_of(iterator):
 
 def pid_of_zygote(iterator):
     """The process that forks its workers."""
-    return iterator._fleet._from.zygote.pid
+    return iterator._fleet.processes.zygote.pid
 
 
 def pid_of(iterator, worker_id=0):
@@ -83,14 +83,14 @@ def taken_from(iterator):
     fleet = iterator._fleet
     (worker,) = fleet.workers
     worker.leave()
-    fleet.flush()
-    fleet._mailbox.remove(worker.host)
-    return worker, fleet._from.sources([])(worker.host)
+    fleet.mailbox.flush()
+    fleet.mailbox.remove(worker.host)
+    return worker, fleet.processes.sources([])(worker.host)
 
 
-def locks_of(pool):
-    """The locks that are held while a lost worker is replaced."""
-    return pool._lock, pool._lifetimes._lock
+def lock_of(pool):
+    """The lock that is held while a lost worker is replaced."""
+    return pool._lifetimes._lock
 
 
 def pool_if_any():

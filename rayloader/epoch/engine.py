@@ -327,7 +327,7 @@ class Engine:
             ahead.close(wait=wait)  # first: after an interrupt here, the next call does it
         self._ahead = self._preparation = None  # it refers to this object
         self._copies.close()
-        self.fleet.ring()
+        self.fleet.mailbox.ring()
         self._position.flush_log()
 
     @change
@@ -336,7 +336,7 @@ class Engine:
             self.fleet.lose(lost.process)
         self._handle(Closed(resuming))
         if resuming:
-            self.fleet.flush()
+            self.fleet.mailbox.flush()
         for worker in self.fleet.workers:
             worker.rebuilding = None
 
@@ -388,7 +388,7 @@ class Engine:
     def flush(self) -> None:
         """Sends the messages to the workers."""
         self._unsent.clear()
-        self.fleet.flush()
+        self.fleet.mailbox.flush()
 
     # ---- drawing
 
@@ -456,7 +456,7 @@ class Engine:
         came = self.fleet.wait(timeout)
         self._waited = time.perf_counter() - began
         if came and ahead:
-            self.fleet.read()
+            self.fleet.mailbox.read()
         self._take(all_channels=not came, was_read=came and ahead)
         return came
 
@@ -492,7 +492,7 @@ class Engine:
 
     def _start_ahead(self) -> None:
         """Starts the thread that receives, if there is something to prepare; callable more than once."""
-        if self._ahead is None and (self._delivery.prepares or self.fleet.copies):
+        if self._ahead is None and (self._delivery.prepares or self.fleet.processes.copies):
             with self.lock:
                 if not self.schedule.closed:
                     preparation = Preparation(self, self._delivery, self._copies)
@@ -514,7 +514,7 @@ class Engine:
     @property
     def uses_store(self) -> bool:
         """Whether some batches come through Ray's object store."""
-        return self.fleet.uses_store
+        return self.fleet.processes.uses_store
 
     def _owes(self, worker: Worker) -> bool:
         return worker.rebuilding is not None or bool(self.schedule.unanswered(worker.worker_id))
@@ -598,7 +598,7 @@ class Engine:
             counts.depth = unanswered
         if (task.lent is not None) is not counts.arena:
             counts.arena = task.lent is not None
-            counts.lane = self.fleet.lane(worker)
+            counts.lane = self.fleet.mailbox.lane(worker.host)
         if answer.seconds > tally.slow:
             self._name(worker, task, counts.lane, Spent.unpack(answer.spent))
         if len(log) >= tally.fold_at:
@@ -785,8 +785,8 @@ class Engine:
 
     def _limit(self) -> None:
         """Tells the schedule, if it has changed, how many tasks a worker may have that it has not answered."""
-        if self.schedule.is_paced and self.fleet.most_unanswered != self._most_unanswered:
-            self._most_unanswered = self.fleet.most_unanswered
+        if self.schedule.is_paced and self.fleet.processes.most_unanswered != self._most_unanswered:
+            self._most_unanswered = self.fleet.processes.most_unanswered
             self._tell_limits()
 
     def _tell_limits(self) -> None:

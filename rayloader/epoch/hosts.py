@@ -6,14 +6,12 @@ says why. What one iterator of a loader leaves to the next, and what is known of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rayloader.epoch.depth import Pace
 from rayloader.options import Options
@@ -22,7 +20,7 @@ from rayloader.start import session
 from rayloader.transport import codec
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.forks import Forks
-from rayloader.workers.janitor import janitor
+from rayloader.workers.janitor import Notes
 from rayloader.workers.takeover import Takeover
 from rayloader.workers.worker import Worker
 
@@ -57,47 +55,7 @@ class Standing:
     stays: bool = False
 
 
-_Noted = TypeVar("_Noted")
-
-
-class _Notes(Generic[_Noted]):
-    """Notes on objects, by their identity. A note ends with its object, in the janitor's thread.
-
-    Args:
-        new: makes the first note on an object.
-    """
-
-    def __init__(self, new: Callable[[], _Noted]) -> None:
-        self._new = new
-        self._of: dict[int, tuple[weakref.ref[Any], _Noted]] = {}
-        self._later = janitor.later  # for finalizers, even at the interpreter's end
-
-    def of(self, obj: Any) -> _Noted:
-        """The note on an object; on one that takes no weak references a new one each time."""
-        ref, note = self._of.get(id(obj), (None, None))
-        if ref is None or note is None or ref() is not obj:
-            note = self._new()
-            with contextlib.suppress(TypeError):
-                self._of[id(obj)] = weakref.ref(obj, self._ends), note
-        return note
-
-    def _ends(self, _: object) -> None:
-        self._later(self._forget_dead)
-
-    def _forget_dead(self) -> None:
-        for number, (ref, _) in list(self._of.items()):
-            if ref() is None:
-                del self._of[number]
-
-    def clear(self) -> None:
-        """Forgets all."""
-        self._of.clear()
-
-    def __iter__(self) -> Iterator[_Noted]:
-        return iter([note for _, note in list(self._of.values())])
-
-
-loaders, datasets = _Notes(Kept), _Notes(Standing)
+loaders, datasets = Notes(Kept), Notes(Standing)
 
 
 def fleet_for(

@@ -48,7 +48,7 @@ from rayloader.resume.skips import SkipSteps
 from rayloader.resume.state import State
 from rayloader.task import Task
 from rayloader.workers.fleet import Fleet
-from rayloader.workers.janitor import ends_with_program
+from rayloader.workers.janitor import ends_with_program, janitor
 
 logger = logging.getLogger("rayloader")
 
@@ -378,7 +378,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if task is None:
             self._tally.ended()
             assert self._fleet is not None
-            self._fleet.settle_output()
+            self._fleet.processes.settle_output()
             self.position.ends()
             if not self._persistent_workers:
                 self._release()
@@ -446,7 +446,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing() and self._fleet is not None:  # by then `close_all` has done it
             reuse = not self._options.fresh_processes
-            self._fleet.later(functools.partial(_end, self._fleet, self._engine, reuse=reuse, wait=False))
+            janitor.later(functools.partial(_end, self._fleet, self._engine, reuse=reuse, wait=False))
 
 
 def _end(fleet: Fleet, engine: Engine | None, *, reuse: bool, wait: bool = True) -> None:

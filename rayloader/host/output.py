@@ -19,6 +19,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from rayloader.inherit.logging_state import LoggingState
+from rayloader.inherit.plain_values import is_plain
 from rayloader.transport.line import Line, LineError
 from rayloader.transport.local_line import STANDARD_STREAMS, LineAddress, connect, flush_streams
 
@@ -152,7 +153,7 @@ def _forwarding(name: str) -> list[str]:
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """The part of a record that is sent. The program need not know the classes of what was logged here."""
     fields = {key: value for key, value in record.__dict__.items() if key != _SENT}
-    if not (_is_plain(record.msg) and _is_plain(record.args)):
+    if not (is_plain(record.msg) and is_plain(record.args)):
         fields.update(msg=record.getMessage(), args=None)
     else:
         record.getMessage()  # raises here the error that it would raise there
@@ -166,16 +167,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 def _pickled(names: list[str], fields: dict[str, Any]) -> bytes:
     """Pickles the fields; values of other classes that the program has put into the record are sent as text."""
-    return pickle.dumps((names, {key: value if _is_plain(value) else repr(value) for key, value in fields.items()}))
-
-
-def _is_plain(value: Any, depth: int = 3) -> bool:
-    """Whether it consists of Python's own types, and is not too deep."""
-    if type(value) in (list, tuple):
-        return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
-    if type(value) is dict:
-        return depth > 0 and all(_is_plain(part, depth - 1) for pair in value.items() for part in pair)
-    return value is None or type(value) in (str, bytes, int, float, bool)
+    return pickle.dumps((names, {key: value if is_plain(value) else repr(value) for key, value in fields.items()}))
 
 
 def _put(descriptors: dict[int, int]) -> None:

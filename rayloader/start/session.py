@@ -161,7 +161,7 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, backgr
             "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
             'survive a fork; use workers="fork" or num_workers=0 here, or start this process with the spawn method'
         )
-    global _asked, _in_background
+    global _asked, _in_background, _starter
     if background and _abandoned:
         raise RaySessionError("the program has ended")
     _asked = _asked or not background
@@ -174,7 +174,11 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, backgr
         _starter.fork_server.check()
     if session is None and not client.is_connected():
         _in_background = background
-        _start(options or {}, ahead or background, background)
+        _let_starter_go()
+        _starter = _Starter(options or {}, ahead or background, background)
+        _starter.wait()
+        if _starter.error is not None:
+            raise _starter.error
         session = current()
     if session is None or client.is_connected():
         raise RaySessionError(
@@ -336,7 +340,7 @@ class _Starter(DaemonThread):
         """Joins or starts Ray."""
         global _started
         options = self._options
-        address = _address(options)
+        address = options.get("address") or os.environ.get("RAY_ADDRESS")
         if not self._background:
             give_own_random(imported())
         state = random.getstate()  # for Ray's modules that are imported only now
@@ -383,15 +387,6 @@ class _Starter(DaemonThread):
                 random.setstate(state)
 
 
-def _start(options: dict[str, Any], ahead: bool, background: bool) -> None:
-    global _starter
-    _let_starter_go()
-    _starter = _Starter(options, ahead, background)
-    _starter.wait()
-    if _starter.error is not None:
-        raise _starter.error
-
-
 def _let_starter_go() -> None:
     """Ends the thread if its Ray is gone."""
     global _starter
@@ -401,10 +396,6 @@ def _let_starter_go() -> None:
     if starter.spent or starter.session != current():
         starter.leave()
         _starter = None
-
-
-def _address(options: dict[str, Any]) -> str | None:
-    return options.get("address") or os.environ.get("RAY_ADDRESS")
 
 
 def started_here() -> bool:

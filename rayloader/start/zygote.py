@@ -1,8 +1,8 @@
 """The zygote: a fork of the driver that forks worker processes when it is told to, and does nothing else.
 
-Promise: every fork sees the program as it was when the first one was asked for, however late it is asked for itself.
-Zygote and forks end with the driver, and the forks with the zygote. They run one thread, and nothing of Ray; they end
-by `os._exit`. Where Ray, CUDA or other threads run in the driver already, they exist in no fork, as in torch's workers.
+Promise: every fork sees the program as it was when the zygote was forked, however late it is asked for itself. Zygote
+and forks end with the driver, and the forks with the zygote. They run one thread, and nothing of Ray; they end by
+`os._exit`. Where Ray, CUDA or other threads run in the driver already, they exist in no fork, as in torch's workers.
 
 NOTE [Ends]. The driver's end is noticed by its process descriptor, which is readable then, whoever holds copies of the
 control socket: `PR_SET_PDEATHSIG` of the zygote would kill it with the *thread* that called `iter()`. The zygote has
@@ -52,7 +52,7 @@ _libc = ctypes.CDLL(None)  # loaded before there are forks
 
 
 class Zygote:
-    """The driver's end. The zygote is forked for the first fork.
+    """The driver's end.
 
     Args:
         work: what a fork does with the line that it is to serve, and with messages that come before those of the line.
@@ -81,19 +81,18 @@ class Zygote:
         _live.add(self)
 
     def fork(self, address: LineAddress, early: list[bytes]) -> None:
-        """Lets it fork a process that serves this line, after some messages; the process connects to it.
+        """Lets it fork a process that serves this line, after some messages; the process connects to it."""
+        self.begin()
+        self._tell(("fork", address, early))
+
+    def begin(self) -> None:
+        """Forks the zygote, unless it was: all forks see the program as it is now.
 
         Raises:
-            WorkerStartError: the zygote itself can't be forked.
+            WorkerStartError: it can't be forked.
         """
-        order = ("fork", address, early)
         if self.pid or self._closed:
-            self._tell(order)
-        else:
-            self._begin(order)
-
-    def _begin(self, order: tuple[Any, ...]) -> None:
-        """Forks the zygote, which carries out this order first."""
+            return
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -101,7 +100,7 @@ class Zygote:
         try:
             self.pid = _fork()
             if self.pid == 0:
-                _serve(theirs, self._driver, self._work, self._prepare, blocked, order)
+                _serve(theirs, self._driver, self._work, self._prepare, blocked)
         except OSError as error:
             raise WorkerStartError(
                 f"this process could not be forked: {error}. Use fewer workers, or raise the limit of processes "
@@ -229,12 +228,7 @@ def end_all() -> None:
         time.sleep(0.002)
 
 
-def _forget() -> None:
-    """In a forked child: they are its parent's."""
-    _ending.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_ending.clear)  # they are the parent's
 
 
 # ---- in the zygote
@@ -246,9 +240,8 @@ def _serve(
     work: Callable[[LineAddress, list[bytes]], object],
     prepare: Callable[[], tuple[Any, list[int]]],
     blocked: set[int | signal.Signals],
-    order: tuple[Any, ...],
 ) -> NoReturn:
-    """Carries out an order, and those of the control socket, until the driver closes that, or ends."""
+    """Carries out the orders of the control socket, until the driver closes that, or ends."""
     forks: list[int] = []
     with contextlib.suppress(BaseException):
         collects = gc.isenabled()
@@ -263,8 +256,10 @@ def _serve(
         waits.register(control, select.POLLIN)
         with contextlib.suppress(OSError, AttributeError):
             waits.register(os.pidfd_open(driver), select.POLLIN)
-        while os.getppid() == driver:
-            match order:
+        while os.getppid() == driver and control.fileno() in [ready for ready, _ in waits.poll()]:
+            if not (message := control.recv(_MESSAGE_BYTES)):
+                break
+            match pickle.loads(message):
                 case ("fork", address, early):
                     serve = functools.partial(run_as_process, functools.partial(work, address, early))
                     forks += _forked(control, address.name, serve, collects=collects)
@@ -278,11 +273,6 @@ def _serve(
                     if status is not None:
                         forks.remove(pid)
                     control.sendall(pickle.dumps(("status", pid, status)))
-            if control.fileno() not in [ready for ready, _ in waits.poll()]:
-                break
-            if not (message := control.recv(_MESSAGE_BYTES)):
-                break
-            order = pickle.loads(message)
     with contextlib.suppress(BaseException):
         _end(forks)
     os._exit(0)

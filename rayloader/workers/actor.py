@@ -23,9 +23,8 @@ from typing_extensions import override
 
 from rayloader._compat_ray import has_process, on_completed, said_of_end
 from rayloader.interrupts import Bell
-from rayloader.protocol import Setup, Source, WorkerAddress
+from rayloader.protocol import WorkerAddress
 from rayloader.replica.image import Image
-from rayloader.resume.snapshot import WorkerState
 from rayloader.start import session
 from rayloader.start.signals import exit_in_words
 from rayloader.transport import memory_file
@@ -197,12 +196,6 @@ class Actor(Process):
             self.address, self.started_at = address, time.monotonic()
         return True
 
-    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> RayAnswer:
-        """`WorkerProcess.start`."""
-        if self.hosted is not None and self.hosted[0] != source.image.name:
-            self.hosted = None
-        return RayAnswer(self.handle.start.remote(setup, source, state))
-
     def host(self, image: Image, contents: Ref) -> None:
         """Calls `WorkerProcess.host`, so that the other actors of its node can open the image."""
         call = self.handle.host.remote(image.address.name, image.address, contents)
@@ -213,14 +206,6 @@ class Actor(Process):
         if self.hosted is None or self.hosted[0] != image.address.name:
             return False
         return self.hosted[1].succeeded and self.hosted[1].value is not None
-
-    def hurry(self, worker_id: int) -> None:
-        """`WorkerProcess.hurry`."""
-        self.handle.hurry.remote(worker_id)
-
-    def leave(self, worker_id: int) -> None:
-        """`WorkerProcess.leave`."""
-        self.handle.leave.remote(worker_id)
 
 
 def all_see_us() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pickle import PickleBuffer
@@ -16,7 +17,7 @@ from typing import Any
 import ray
 from typing_extensions import override
 
-from rayloader.errors import RaySessionError, WorkerStartError
+from rayloader.errors import RaySessionError
 from rayloader.inherit.process_state import ProcessState
 from rayloader.options import Options
 from rayloader.protocol import Source
@@ -42,6 +43,8 @@ CALLS_AHEAD = 8
 # Likewise of a worker on another node, while its batches are so small that the user's thread receives them. With half
 # as many, a tiny batch takes a fifth longer, because fewer answers come at once; twice as many gain nothing.
 TASKS_AHEAD = 16
+# After how many seconds of waiting for processes, once Ray runs, a line in the log says what the program waits for.
+NOTICE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +87,26 @@ class Actors(Processes):
         self._lines = options.uses_lines  # otherwise every call and every batch goes through Ray
         self._memory = Recycled(accelerator)  # for data from the network
         self._reaches_far = False
-
-    @property
-    @override
-    def usable(self) -> bool:
-        return self._lease is not None and not self._pool.closed and self._pool.session_alive()
+        self._notice_at = time.monotonic() + NOTICE_S  # when to say what the program waits for
 
     @override
     def check(self) -> None:
-        self._check()
-
-    def _check(self) -> Lease:
-        if self._lease is None or self._pool.closed:
+        if self._pool.closed:
             raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
         if not self._pool.session_alive():
             raise RaySessionError(
                 "Ray was shut down while this iterator was live; its workers are gone: "
                 "call iter() on the loader again, which starts new ones"
             )
-        return self._lease
 
     @override
     def lend(self, count: int, *, fresh: bool = True) -> list[Actor]:
-        return self._pool.lend(self._check(), self._remote_args, count, fresh=fresh)
+        assert self._lease is not None
+        return self._pool.lend(self._lease, self._remote_args, count, fresh=fresh)
 
     def are_ready(self, count: int) -> bool:
         """Whether so many run and may be lent; has those that are missing created."""
-        self._check()
+        self.check()
         return self._pool.has_ready(self._remote_args, count)
 
     @override
@@ -241,20 +237,16 @@ class Actors(Processes):
         return not has_room or draining.is_late(node_id, at_last=True)
 
     @override
-    def verdict(self, pending: list[Actor], *, others: bool) -> Verdict:
-        return self._pool.verdict(pending, self._remote_args, others=others)
-
-    @override
-    def tell(self, pending: list[Actor], of: int) -> None:
-        self._pool.tell(pending, of)
-
-    @override
-    def gave_up(self, processes: list[Actor], of: int) -> None:
-        self._pool.gave_up(processes, of)
-
-    @override
-    def start_error(self, processes: list[Actor], of: int) -> WorkerStartError:
-        return self._pool.start_error(processes, of)
+    def verdict(self, pending: list[Actor], of: int, *, others: bool) -> Verdict:
+        if time.monotonic() >= self._notice_at:
+            self._notice_at = math.inf
+            self._pool.placement.tell(pending, of)
+        verdict = self._pool.verdict(pending, self._remote_args, others=others)
+        if verdict is Verdict.GIVE_UP:
+            if not others:
+                raise self._pool.placement.error(pending, of)
+            self._pool.placement.gave_up(pending, of)
+        return verdict
 
 
 def _far_location(actor: Actor) -> tuple[str, str] | None:

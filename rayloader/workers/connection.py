@@ -2,10 +2,9 @@
 
 Promise: all kinds of `Channel` take the same calls and return the same messages, in the order in which the process sent
 them (see `Up` in protocol.py); a process that will not answer yields `ProcessLost` as its last message. Those to actors
-are in ray_channels.py. Only
-`Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over a line or from Ray, and lets
-any exception through that a signal handler raises meanwhile. No thread waits inside Ray. Channels are used under the
-lock of their epoch; any thread may wait.
+are in ray_channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over
+a line or from Ray, and lets any exception through that a signal handler raises meanwhile. No thread waits inside Ray.
+Channels are used under the lock of their epoch; any thread may wait.
 
 NOTE [waiting]
 Python runs signal handlers in the main thread. If that thread waits in `ray.get` or `ray.wait`, Ray calls the handlers

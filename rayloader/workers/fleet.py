@@ -10,11 +10,7 @@ processes back.
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
-import time
-from collections.abc import Callable
 from typing import Any
 
 from rayloader.errors import RaySessionError
@@ -22,20 +18,15 @@ from rayloader.protocol import Setup, WorkerAddress
 from rayloader.resume.journal import Journal
 from rayloader.transport.device import Accelerator
 from rayloader.workers.connection import Mailbox, Message, ProcessLost
-from rayloader.workers.janitor import janitor
 from rayloader.workers.process import NeverStarts, Process
 from rayloader.workers.processes import Processes, Verdict
 from rayloader.workers.takeover import Takeover
 from rayloader.workers.worker import Worker
 
-logger = logging.getLogger("rayloader")
-
 # While waiting for workers to report where they are: how often to check whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0
 # How many replacement processes may fail to start before the helping processes keep the work.
 MOST_FAILED_STARTS = 3
-# After how many seconds of waiting for processes, once Ray runs, a line in the log says what the program waits for.
-NOTICE_S = 5.0
 
 
 class Fleet:
@@ -47,6 +38,8 @@ class Fleet:
         accelerator: for which the memory of batches is page-locked.
 
     Attributes:
+        processes: as above; others once the workers have moved to actors.
+        mailbox: the channels to the processes.
         actors: the processes, in the order in which they host.
         workers: by worker id.
     """
@@ -54,16 +47,15 @@ class Fleet:
     def __init__(
         self, processes: Processes, takeover: Takeover | None = None, accelerator: Accelerator | None = None
     ) -> None:
-        self._from = processes
+        self.processes = processes
         self._takeover = takeover
         self._accelerator = accelerator
         self._released = False
         self._pid = os.getpid()
-        self._mailbox = Mailbox()
+        self.mailbox = Mailbox()
         self.actors: list[Any] = []
         self.workers: list[Worker] = []
         self._goal = 0  # of forks: to how many actors the workers will move
-        self._notice_at = time.monotonic() + NOTICE_S  # when to say what the program waits for
         # Requested while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Any, tuple[list[Worker], int]] = {}
         self._replaced: list[Any] = []  # replacements were requested, because their nodes will leave
@@ -73,7 +65,7 @@ class Fleet:
     @property
     def usable(self) -> bool:
         """Whether the processes are still this fleet's and can be called."""
-        return not self._released and self._from.usable
+        return not self._released and self.processes.usable
 
     def check_session(self) -> None:
         """Raises RaySessionError unless the fleet is usable."""
@@ -84,7 +76,7 @@ class Fleet:
             )
         if self._released:
             raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
-        self._from.check()
+        self.processes.check()
 
     def lend(self, count: int, *, fresh: bool = True) -> None:
         """Adds `count` processes; does not wait until new ones run. `fresh`: none that has worked before."""
@@ -92,7 +84,7 @@ class Fleet:
 
     def _lend(self, count: int, *, fresh: bool = True) -> list[Any]:
         self.check_session()
-        return self._from.lend(count, fresh=fresh)
+        return self.processes.lend(count, fresh=fresh)
 
     def release(self, *, busy: bool, reuse: bool = True) -> None:
         """Gives the processes back; callable more than once. Not for finalizers.
@@ -108,45 +100,25 @@ class Fleet:
         self._released = True
         if self._takeover is not None:
             self._takeover.close()
-        self._mailbox.close()
-        self._from.release(busy=busy, reuse=reuse)
-
-    def settle_output(self) -> None:
-        """Waits until all log records that the workers have sent so far are handled."""
-        self._from.settle_output()
-
-    def later(self, job: Callable[[], object]) -> None:
-        """Passes a job to the thread that no finalizer can disturb; for finalizers."""
-        janitor.later(job)
+        self.mailbox.close()
+        self.processes.release(busy=busy, reuse=reuse)
 
     # ---- messages
-
-    def flush(self) -> None:
-        """To be called after the last of several calls: until then they may not be sent."""
-        self._mailbox.flush()
 
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come; False if nothing has."""
         self.check_session()
         for ref in self.awaited:
-            self._mailbox.watch(ref)
-        return self._mailbox.wait(timeout)
-
-    def read(self) -> None:
-        """`Mailbox.read`."""
-        self._mailbox.read()
+            self.mailbox.watch(ref)
+        return self.mailbox.wait(timeout)
 
     def receive(self, *, all_channels: bool = True, was_read: bool = False) -> list[tuple[Process, Message]]:
         """`Mailbox.receive`."""
         self.check_session()
-        arrived = self._mailbox.receive(all_channels=all_channels, was_read=was_read)
+        arrived = self.mailbox.receive(all_channels=all_channels, was_read=was_read)
         if ProcessLost in [type(message) for _, message in arrived]:
             self.check_session()  # Ray's shutdown is not the worker's fault
         return arrived
-
-    def ring(self) -> None:
-        """Ends a wait in progress."""
-        self._mailbox.ring()
 
     @property
     def awaited(self) -> list[Any]:
@@ -155,28 +127,9 @@ class Fleet:
         return [host.awaited for host in (*hosts.values(), *self._coming) if host.awaited is not None]
 
     @property
-    def uses_store(self) -> bool:
-        """Whether some batches come, or came, through Ray's object store."""
-        return self._from.uses_store
-
-    @property
-    def copies(self) -> bool:
-        """Whether this process has to copy some batches: from the store, or large ones from the network."""
-        return self._from.copies
-
-    @property
-    def most_unanswered(self) -> float:
-        """How many tasks of one worker may be unanswered, beyond those that torch's would have."""
-        return self._from.most_unanswered
-
-    @property
     def leased_bytes(self) -> int:
         """Bytes of memory in which batches lie, including the user's. Any thread may ask."""
-        return self._from.leased_bytes + sum(int(process.lane.leased_bytes) for process in self.actors)
-
-    def lane(self, worker: Worker) -> str:
-        """How a worker is reached and how its batches travel, in words."""
-        return self._mailbox.lane(worker.host)
+        return self.processes.leased_bytes + sum(int(process.lane.leased_bytes) for process in self.actors)
 
     def address(self, worker: Worker) -> WorkerAddress | None:
         """Where a worker runs; None if it does not run, or if that is no longer known."""
@@ -191,8 +144,8 @@ class Fleet:
         Returns:
             Its workers, which must be begun again; they are away now.
         """
-        self._from.refused(process, reason)
-        self._mailbox.remove(process)
+        self.processes.refused(process, reason)
+        self.mailbox.remove(process)
         workers = self.hosted_by(process)
         for worker in workers:
             if not worker.away:
@@ -211,10 +164,10 @@ class Fleet:
         """
         self.check_session()
         self.workers = [
-            Worker(setup, journal, self.actors[setup.worker_id % len(self.actors)], self._mailbox)
+            Worker(setup, journal, self.actors[setup.worker_id % len(self.actors)], self.mailbox)
             for setup, journal in zip(setups, journals, strict=True)
         ]
-        if not self._from.all_are_near:
+        if not self.processes.all_are_near:
             while any(process.address is None and not process.lost for process in self.actors):
                 self.wait(LOCATE_TICK_S)
                 try:
@@ -222,7 +175,7 @@ class Fleet:
                 except ProcessLost as lost:  # its workers stay away; the epoch begins them elsewhere
                     self.lose(lost.process)
         self._begin([worker for worker in self.workers if not worker.host.lost])
-        self.flush()  # forks are to be as the program is now
+        self.processes.begin()
 
     def revive(self) -> list[Worker]:
         """Begins the workers that are away and have a host by now; the epoch must then repeat their journals' calls.
@@ -234,7 +187,7 @@ class Fleet:
         if not [worker for worker in self.workers if worker.away]:
             return []
         self.check_session()
-        near = self._from.all_are_near
+        near = self.processes.all_are_near
         if not near:
             self.check_started()  # workers that move are away already
         hosted = [worker for worker in self.workers if worker.away and not worker.host.lost]
@@ -243,17 +196,17 @@ class Fleet:
         return ready
 
     def _begin(self, workers: list[Worker]) -> None:
-        source_of = self._from.sources(self.actors)
+        source_of = self.processes.sources(self.actors)
         for worker in workers:
             source = source_of(worker.host)
-            if worker.host not in self._mailbox:
+            if worker.host not in self.mailbox:
                 worker.host.lane.accelerator = self._accelerator
-                self._mailbox.add(self._from.channel(worker.host, self._mailbox))
+                self.mailbox.add(self.processes.channel(worker.host, self.mailbox))
             worker.begin(source)
 
     def drop(self, worker: Worker, from_task: int) -> None:
         """`Worker.drop`; workers that share a process are not told: their calls have one sequence of numbers."""
-        if worker.host in self._mailbox and len(self.hosted_by(worker.host)) == 1:
+        if worker.host in self.mailbox and len(self.hosted_by(worker.host)) == 1:
             worker.drop(from_task)
 
     # ---- which process hosts each worker
@@ -272,8 +225,8 @@ class Fleet:
 
     def _end(self, actor: Any) -> None:
         """Kills an actor, and gives up what it shares with us."""
-        self._mailbox.remove(actor)
-        self._from.kill(actor)
+        self.mailbox.remove(actor)
+        self.processes.kill(actor)
 
     def replace(self, worker: Worker) -> bool:
         """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
@@ -303,14 +256,14 @@ class Fleet:
         """
         gone = None if vanished.address is None else vanished.address.node_id
         there = [a for a in self.actors if a.address is not None and not a.lost and a.address.node_id != gone]
-        stay = [actor for actor in there if not self._from.is_draining(actor)]
+        stay = [actor for actor in there if not self.processes.is_draining(actor)]
         return sorted(stay, key=lambda actor: len(self.hosted_by(actor)))
 
     @property
     def may_spread(self) -> bool:
         """Whether there may be work for `spread`; the question costs next to nothing."""
         takeover = self._takeover
-        return bool(self._coming or self._from.drains or (takeover is not None and takeover.has_news))
+        return bool(self._coming or self.processes.drains or (takeover is not None and takeover.has_news))
 
     def spread(self) -> list[Worker]:
         """Moves workers to processes of their own that have come, and away from nodes that will leave.
@@ -324,7 +277,7 @@ class Fleet:
         if self._takeover is not None and self._takeover.has_news:
             return self._hand_over(self._takeover)
         before = self.actors
-        draining = [actor for actor in before if not actor.lost and self._from.is_draining(actor)]
+        draining = [actor for actor in before if not actor.lost and self.processes.is_draining(actor)]
         for actor in draining:
             if actor not in self._replaced and (own := self._own_of(actor)):
                 (new,) = self._lend(1)
@@ -349,24 +302,23 @@ class Fleet:
         ready = takeover.step(self.workers, self._goal)
         if ready is None:
             return []
-        if not ready[0].usable:  # Ray was shut down meanwhile
-            self._takeover = None
-            return []
-        forks, before = self._from, self.actors
-        self._from, new = ready
         self._takeover = None
+        if not ready[0].usable:  # Ray was shut down meanwhile
+            return []
+        forks, before = self.processes, self.actors
+        self.processes, new = ready
         for worker in self.workers:
             worker.leave()
-        self._mailbox.flush()
+        self.mailbox.flush()
         for fork in before:
-            self._mailbox.remove(fork)
+            self.mailbox.remove(fork)
         forks.release(busy=True, reuse=False)
         return self._move(before, new)
 
     def _is_late(self, process: Any) -> bool:
         """Whether its workers must leave it at once: its node leaves, or they have waited long enough for room."""
         coming = [new for new, (workers, _) in self._coming.items() if process in [worker.host for worker in workers]]
-        return self._from.is_late(process, coming)
+        return self.processes.is_late(process, coming)
 
     def _take_over(self) -> list[Worker]:
         """Lets late processes take over their workers from those that have helped out."""
@@ -376,7 +328,7 @@ class Fleet:
                 if not new.has_started():
                     continue
             except NeverStarts:  # it was given room on a node that is gone
-                self._from.kill(new)
+                self.processes.kill(new)
                 if failed < MOST_FAILED_STARTS:
                     (another,) = self._lend(1)
                     self._coming[another] = workers, failed + 1
@@ -386,7 +338,7 @@ class Fleet:
                     worker.moves_to(new)
                     moved.append(worker)
                 self.actors = self._hosts
-            self._mailbox.forget(new.awaited)  # a wait has watched it
+            self.mailbox.forget(new.awaited)  # a wait has watched it
             del self._coming[new]
         return moved
 
@@ -399,11 +351,11 @@ class Fleet:
             The workers that move; they are away now.
         """
         self.check_session()
-        if not self._from.host_several:
+        if not self.processes.host_several:
             self._goal = count
             return []
         while self._coming:
-            self._from.give_back(self._coming.popitem()[0])
+            self.processes.give_back(self._coming.popitem()[0])
         self._replaced.clear()
         self.lend(max(0, count - len(self.actors)))
         kept, spare = self.actors[:count], self.actors[count:]
@@ -417,8 +369,8 @@ class Fleet:
                 worker.moves_to(host)
                 moved.append(worker)
         for actor in spare:
-            self._mailbox.remove(actor)
-            self._from.give_back(actor)
+            self.mailbox.remove(actor)
+            self.processes.give_back(actor)
         return moved
 
     def _move(self, old: list[Any], new: list[Any]) -> list[Worker]:
@@ -460,25 +412,19 @@ class Fleet:
                 raise ProcessLost(actor, error) from error
         if not pending:
             return []
-        if time.monotonic() >= self._notice_at:
-            self._notice_at = math.inf
-            self._from.tell(pending, len(self.actors))
         hosts = [actor for actor in self.actors if actor not in pending and not actor.lost]
-        match self._from.verdict(pending, others=bool(hosts)):
+        match self.processes.verdict(pending, len(self.actors), others=bool(hosts)):
             case Verdict.SHARE_CPUS:
                 pending = [actor for actor in pending if not actor.is_placed()]
                 hosts = self._lend(len(pending))
-            case Verdict.GIVE_UP if hosts:
-                self._from.gave_up(pending, len(self.actors))
+            case Verdict.GIVE_UP:
                 for actor in pending:  # they come when there is room: on a new node, or after other work
                     if own := self._own_of(actor):
-                        self._mailbox.remove(actor)
+                        self.mailbox.remove(actor)
                         self._coming[actor] = own, 0
                     else:
                         self._end(actor)
                 return self._move(pending, hosts)
-            case Verdict.GIVE_UP:
-                raise self._from.start_error(pending, len(self.actors))
             case _:
                 return []
         for actor in pending:

@@ -19,7 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from rayloader.errors import RaySessionError
+from rayloader.errors import RayloaderError
 from rayloader.namespaces import own_modules
 from rayloader.protocol import Source, WorkerAddress
 from rayloader.start.signals import exit_in_words
@@ -103,17 +103,6 @@ class Forks(Processes):
         self._new_zygote = functools.partial(Zygote, work, prepare)
         self.zygote = self._new_zygote()
         self._forks: list[Fork] = []
-        self._usable = True
-
-    @property
-    @override
-    def usable(self) -> bool:
-        return self._usable
-
-    @override
-    def check(self) -> None:
-        if not self._usable:
-            raise RaySessionError("this iterator's workers were shut down; call iter() on the loader again")
 
     @override
     def lend(self, count: int, *, fresh: bool = True) -> list[Fork]:
@@ -126,6 +115,10 @@ class Forks(Processes):
         new = [Fork(self.zygote) for _ in range(count)]
         self._forks += new
         return new
+
+    @override
+    def begin(self) -> None:
+        self.zygote.begin()
 
     @override
     def kill(self, process: Fork) -> None:
@@ -141,7 +134,6 @@ class Forks(Processes):
 
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
-        self._usable = False
         self.zygote.close()
         for fork in self._forks:
             fork.let_go()
@@ -157,6 +149,10 @@ class Forks(Processes):
     @override
     def sources(self, others: list[Fork]) -> Callable[[Fork], Source | None]:
         return _nothing
+
+    @override
+    def refused(self, process: Fork, reason: str) -> None:
+        raise RayloaderError(f"a forked worker could not connect to this process: {reason}")
 
 
 def _nothing(*_: object) -> None:

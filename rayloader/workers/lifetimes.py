@@ -12,9 +12,9 @@ left something behind in them. IDLE ones are warm. They may be lent to any loade
 some time after the last such loader is gone; in a Ray that others use too, those that hold CPUs are killed so soon
 after their epoch, because others may wait for these.
 
-Threads: the users' threads lend. Everything else is done by the thread of the `Janitor`, which ends what finalizers
-leave behind, and keeps deadlines. `_lock` guards the step from IDLE to LENT or GONE; Ray calls under it only take an
-instant.
+Threads: the users' threads lend. Everything else, below the line, is done by the thread of the `Janitor`, which ends
+what finalizers leave behind, and keeps deadlines. `_lock` guards the step from IDLE to LENT or GONE; Ray calls under it
+only take an instant.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ray.exceptions import RayError
 from rayloader._compat_ray import on_completed
 from rayloader.workers.actor import Actor, ActorState, Lease, RayAnswer, wait_for
 from rayloader.workers.connection import NONE_YET
-from rayloader.workers.janitor import Janitor
+from rayloader.workers.janitor import janitor
 
 # How long an actor that was told to stop may continue: its work is of no use any more, but user code may have something
 # to finalize. As long as torch waits for a worker.
@@ -50,7 +50,6 @@ class Lifetimes:
     """The actors of one pool.
 
     Args:
-        janitor: its thread runs the methods below the line.
         alive: whether the actors' Ray session still lives.
 
     Attributes:
@@ -58,8 +57,7 @@ class Lifetimes:
         closed: whether actors that come back are killed.
     """
 
-    def __init__(self, janitor: Janitor, alive: Callable[[], bool]) -> None:
-        self._janitor = janitor
+    def __init__(self, alive: Callable[[], bool]) -> None:
         self._alive = alive
         self._lock = threading.Lock()
         self.actors: list[Actor] = []
@@ -110,7 +108,7 @@ class Lifetimes:
         for actor, *both in zip(probed, answers[::2], answers[1::2], strict=True):
             lost = any(answer is NONE_YET or isinstance(answer, RayError) for answer in both)
             if lost or both[0]:  # it neither answers nor ends, or has died, or is to end
-                self._janitor.later(functools.partial(self.kill, actor))
+                janitor.later(functools.partial(self.kill, actor))
             else:
                 actor.lane.abandon()  # all its calls are answered
                 actor.lane.rest(False)
@@ -161,7 +159,7 @@ class Lifetimes:
         if isinstance(left_behind, str) and left_behind:
             _tell(left_behind)
         if actor.ends or actor.left_behind:
-            self._janitor.later(functools.partial(self.kill, actor, if_spare=True))
+            janitor.later(functools.partial(self.kill, actor, if_spare=True))
 
     def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
         """Ends an actor; with `if_spare` only if it is not lent, and after it has finished `stop`, if it does in time.

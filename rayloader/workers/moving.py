@@ -14,16 +14,15 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rayloader.protocol import Answer, Setup, Source
+from rayloader.protocol import Answer
 from rayloader.replica.image import Image
-from rayloader.resume.snapshot import WorkerState
 from rayloader.start import session
 from rayloader.task import Task
-from rayloader.transport.lanes import pack, to_wire, unpack
 from rayloader.workers.actor import Actor, RayAnswer
 from rayloader.workers.actors import Actors, Inherited
-from rayloader.workers.connection import NONE_YET
+from rayloader.workers.connection import NONE_YET, Mailbox, ProcessLost
 from rayloader.workers.process import NeverStarts
+from rayloader.workers.ray_channels import RayCalls
 from rayloader.workers.takeover import Ended, Stays, Takeover
 from rayloader.workers.worker import Worker
 
@@ -71,17 +70,14 @@ def _has_started(actor: Actor) -> bool:
 def _inherited(takeover: Takeover) -> Inherited:
     """What actors need of what the forks have."""
     takeover.zygote.prepare()
-    come: list[tuple[Any, list[int]]] = []
 
-    def has_come() -> bool:
-        prepared = takeover.zygote.prepared()
-        if prepared is None and not takeover.zygote.lives:
+    def prepared() -> tuple[Any, list[int]] | None:
+        found = takeover.zygote.prepared()
+        if found is None and not takeover.zygote.lives:
             raise Ended
-        come.extend([] if prepared is None else [prepared])
-        return bool(come)
+        return found
 
-    takeover.until(has_come)
-    error, descriptors = come[0]
+    error, descriptors = takeover.until(prepared)
     if error:
         raise Stays(error)
     with os.fdopen(descriptors[0], "rb") as file:
@@ -112,38 +108,31 @@ def _proved(takeover: Takeover, actors: Actors, actor: Actor, worker: Worker) ->
         Stays: it has built something else than the fork.
     """
     began = time.monotonic()
-    with takeover.lock:
-        state, tasks, shared_seed = worker.journal.state, _known(worker), worker.journal.shared_seed
-    if state is not None and state.error:
-        raise Stays(f"its state could not be saved: {state.error}")
-    if not tasks:
-        return 0.0
-    setup = worker.setup if shared_seed is None else replace(worker.setup, shared_seed=shared_seed)
+    mailbox = Mailbox()
+    there = Worker(worker.setup, worker.journal, actor, mailbox)
+    mailbox.add(RayCalls(actor, mailbox))
     source = actors.sources([actor])(actor)
-    if differs := _rebuilt(takeover, actor, source, setup, state, tasks):
-        raise Stays(differs.strip().splitlines()[-1])  # of a traceback, the error
-    return time.monotonic() - began
-
-
-def _rebuilt(
-    takeover: Takeover, actor: Actor, source: Source, setup: Setup, state: WorkerState | None, tasks: list[Task]
-) -> str:
-    """Lets an actor rebuild tasks from a snapshot; returns what went wrong, or an empty text."""
-    handle, worker_id = actor.handle, setup.worker_id
-    _answer(takeover, handle.start.remote(setup, source, state))
-    wires = [to_wire(task.indices.encoded).fields for task in tasks]
-    again = [(task.task_id, wire, task.digest) for task, wire in zip(tasks, wires, strict=True)]
+    with takeover.lock:
+        state, tasks = worker.journal.state, _known(worker)
+        if state is not None and state.error:
+            raise Stays(f"its state could not be saved: {state.error}")
+        if not tasks:
+            return 0.0
+        there.begin(source)
     done, total = 0, 1
     while done < total:
-        actor.calls += 1
-        message = pack((worker_id, actor.calls, again), wires)
-        answer = Answer(*unpack(_answer(takeover, handle.replay.remote(message))))
+        there.rebuild(tasks)
+        ((_, message),) = takeover.until(functools.partial(mailbox.receive, all_channels=True, was_read=False))
+        if isinstance(message, ProcessLost):
+            raise Stays(f"an actor was lost: {message}")
+        answer = Answer(*message[3])
         if answer.result is not None:
-            return "a batch that an actor was to build again has ended its process"
-        (done, total), again, wires = answer.replay, [], []
-    failure: str = _answer(takeover, handle.failure.remote(worker_id))
-    handle.leave.remote(worker_id)
-    return failure
+            raise Stays("a batch that an actor was to build again has ended its process")
+        (done, total), tasks = answer.replay, []
+    if failure := _answer(takeover, actor.handle.failure.remote(worker.worker_id)):
+        raise Stays(failure.strip().splitlines()[-1])  # of a traceback, the error
+    there.leave()
+    return time.monotonic() - began
 
 
 def _answer(takeover: Takeover, ref: Any) -> Any:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -19,6 +19,7 @@ import ray
 from rayloader._compat_ray import may_autoscale, node_first
 from rayloader.errors import WorkerStartError
 from rayloader.start import session
+from rayloader.workers.actor import Actor
 from rayloader.workers.processes import Verdict
 
 logger = logging.getLogger("rayloader")
@@ -104,35 +105,23 @@ class Placement:
         """Whether this many actors may have to wait for CPUs now."""
         return bool(ray.available_resources().get("CPU", 0) < count * (remote_args.get("num_cpus", 1) or 0))
 
-    def verdict(
-        self,
-        waited: float,
-        key: bytes,
-        remote_args: dict[str, Any],
-        options: dict[str, Any],
-        *,
-        homeless: bool,
-        had_room: bool,
-        others: bool,
-    ) -> Verdict:
+    def verdict(self, pending: Sequence[Actor], waited: float, remote_args: dict[str, Any], *, others: bool) -> Verdict:
         """What to do about actors that have not started for `waited` seconds.
 
         Args:
+            pending: these actors, all created with the same options.
             waited: seconds since they were created, or since any actor of this process got a place or started, because
                 starts queue.
-            key: identifies the user's options.
             remote_args: the user's options.
-            options: the options with which the actors were created.
-            homeless: whether one of them has no place yet. The others hold what they asked for, however long they
-                take to start.
-            had_room: whether enough CPUs were free when they were created: then these actors may hold them already,
-                because Ray assigns them before it starts the processes.
             others: whether some actors of that fleet run, which can do the work until these have found a place.
         """
         limit = self.limit
-        if not homeless:  # they need only time
+        homeless = [actor for actor in pending if actor.placed_at is None]
+        if not homeless:  # they hold what they asked for, and need only time
             return Verdict.GIVE_UP if waited >= self.limit_once_placed else Verdict.WAIT
-        if "num_cpus" not in remote_args and options["num_cpus"] and not self._autoscaling:
+        if "num_cpus" not in remote_args and pending[0].options["num_cpus"] and not self._autoscaling:
+            # If enough CPUs were free, they may hold them: Ray assigns them before it starts the processes.
+            had_room = all(actor.had_room for actor in homeless)
             patience = min(limit if had_room else CPU_PATIENCE_S, limit)
             no_cpu_is_free = waited >= patience and ray.available_resources().get("CPU", 0) < 1
             if no_cpu_is_free:
@@ -146,35 +135,43 @@ class Placement:
                 return Verdict.SHARE_CPUS
         if others:
             limit = self.limit_with_others
-        if waited >= (min(ROOM_PATIENCE_S, limit) if key in self._not_placed else limit):
+        if waited >= (min(ROOM_PATIENCE_S, limit) if pending[0].key in self._not_placed else limit):
             return Verdict.GIVE_UP
         return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
 
-    def tell(self, number: int, of: int, homeless: int, options: dict[str, Any]) -> None:
-        """Logs what the program waits for, where `homeless` of a number of actors have no process yet."""
+    def tell(self, pending: Sequence[Actor], of: int) -> None:
+        """Logs what the program waits for: these actors, of so many."""
+        homeless, options = sum(not actor.is_placed() for actor in pending), pending[0].options
         logger.warning(
             "rayloader: waiting for %d of %d worker processes. %s",
-            number,
+            len(pending),
             of,
             f"Ray has found no room for {homeless} of them so far. {self.room(options)}"
             if homeless and _in_words(options) != NO_RESOURCES
             else "Ray is starting them, and they import torch",
         )
 
-    def gave_up(self, key: bytes, number: int, of: int, hosts: int) -> None:
+    def gave_up(self, pending: Sequence[Actor], of: int) -> None:
         """Notes that some actors found no place: the next ones with the same options need not wait as long."""
-        self._not_placed.add(key)
+        self._not_placed.add(pending[0].key)
         logger.warning(
             "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; until there is room "
             "for them, their work is done by the other %d",
-            number,
+            len(pending),
             of,
             self.limit_with_others,
-            hosts,
+            of - len(pending),
         )
 
-    def error(self, number: int, of: int, options: dict[str, Any]) -> WorkerStartError:
-        """The error that says what was asked for and what is free."""
+    def error(self, pending: Sequence[Actor], of: int) -> WorkerStartError:
+        """The error for actors that do not start at their place, or have found none, whatever is free."""
+        number, options = len(pending), pending[0].options
+        if all(actor.placed_at is not None for actor in pending):
+            return WorkerStartError(
+                f"{number} of {of} DataLoader workers have a process in the Ray cluster that did not start within "
+                f"{self.limit_once_placed:g} s: the machine is overloaded, or the process hangs, and Ray's log says "
+                f"where. Remedies: lower num_workers; raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
+            )
         remedies = ["lower num_workers", "ask in ray_remote_args for what the nodes have"]
         if not ray.cluster_resources():
             remedies = ["call ray.shutdown(), after which iter() joins or starts another Ray"]
@@ -227,14 +224,6 @@ class Placement:
     def limit_once_placed(self) -> float:
         """How long an actor with a place may take to start, in seconds."""
         return self.limit if os.environ.get(START_TIMEOUT_VARIABLE) else AUTOSCALING_START_TIMEOUT_S
-
-    def slow_error(self, number: int, of: int) -> WorkerStartError:
-        """The error for actors that have a place but do not start there."""
-        return WorkerStartError(
-            f"{number} of {of} DataLoader workers have a process in the Ray cluster that did not start within "
-            f"{self.limit_once_placed:g} s: the machine is overloaded, or the process hangs, and Ray's log says where. "
-            f"Remedies: lower num_workers; raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
-        )
 
 
 class Draining:

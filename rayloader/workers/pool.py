@@ -5,7 +5,7 @@ warm for the next one; see lifetimes.py. It ends some time after the last loader
 or with the driver. Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in
 session.py).
 
-Threads: any thread may call; `_lock` guards the loaders. Finalizers (a lease's, a loader's, an iterator's) only enqueue
+Threads: any thread may call. Finalizers (a lease's, a loader's, an iterator's) only enqueue
 jobs for the janitor.
 """
 
@@ -20,7 +20,6 @@ import os
 import threading
 import time
 import uuid
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,14 +31,14 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader._compat_ray import draining_nodes, leave_out_deaths
-from rayloader.errors import RaySessionError, WorkerStartError, add_note
+from rayloader.errors import RaySessionError, add_note
 from rayloader.host.process import WorkerProcess
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.observe.metrics import Metrics
 from rayloader.start import session
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.workers.janitor import ends_with_program, janitor
+from rayloader.workers.janitor import Notes, ends_with_program, janitor
 from rayloader.workers.lifetimes import Lifetimes
 from rayloader.workers.output import Output
 from rayloader.workers.placement import Draining, Placement
@@ -57,10 +56,9 @@ leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their
 
 
 @dataclass(eq=False, slots=True)
-class _LoaderEntry:
-    """A loader that has iterated in this session."""
+class _Usable:
+    """What a loader that has iterated in this session can use."""
 
-    ref: weakref.ref[object]
     key: bytes = b""  # of the options that its actors are created with
 
 
@@ -70,10 +68,9 @@ class Pool:
     def __init__(self, session_name: session.SessionName) -> None:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
-        self._lifetimes = Lifetimes(janitor, self.session_alive)
-        self._placement = Placement()
-        self._loaders: dict[int, _LoaderEntry] = {}  # by identity
-        self._lock = threading.Lock()
+        self._lifetimes = Lifetimes(self.session_alive)
+        self.placement = Placement()
+        self._usable = Notes(_Usable)  # by loaders
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.output = Output()
@@ -109,17 +106,10 @@ class Pool:
             name: of the loader, for the names of actors.
         """
         self.wait()  # after this, actors that finalizers have left are warm
-        with self._lock:
-            self._entry(loader).key = _key(remote_args)
+        self._usable.of(loader).key = _key(remote_args)
         if self._metrics.watch(loader):
             self.later(self.tidy)
         return Lease(self._tidy_later, name)
-
-    def _entry(self, loader: object) -> _LoaderEntry:
-        entry = self._loaders.get(id(loader))
-        if entry is None or entry.ref() is not loader:
-            entry = self._loaders[id(loader)] = _LoaderEntry(weakref.ref(loader, self._tidy_later))
-        return entry
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
@@ -214,42 +204,16 @@ class Pool:
                 actor.is_placed()
         news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
-        not_placed = [actor for actor in pending if actor.placed_at is None]
-        verdict = self._placement.verdict(
-            waited,
-            pending[0].key,
-            remote_args,
-            pending[0].options,
-            homeless=bool(not_placed),
-            had_room=all(actor.had_room for actor in not_placed),
-            others=others,
-        )
+        verdict = self.placement.verdict(pending, waited, remote_args, others=others)
         if verdict is Verdict.MAKE_ROOM:
             self.later(self._lifetimes.kill_spare)
         return verdict
-
-    def tell(self, pending: list[Actor], of: int) -> None:
-        """Logs what the program waits for."""
-        homeless = sum(not actor.is_placed() for actor in pending)
-        self._placement.tell(len(pending), of, homeless, pending[0].options)
-
-    def gave_up(self, actors: list[Actor], of: int) -> None:
-        """The fleet continues without these actors."""
-        self._placement.gave_up(actors[0].key, len(actors), of, of - len(actors))
-
-    def start_error(self, actors: list[Actor], of: int) -> WorkerStartError:
-        """The error for actors of a fleet that have found no place, or do not start there."""
-        if all(actor.placed_at is not None for actor in actors):
-            return self._placement.slow_error(len(actors), of)
-        return self._placement.error(len(actors), of, actors[0].options)
 
     # ---- ends
 
     def tidy(self) -> float | None:
         """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
-        with self._lock:
-            self._loaders = {number: entry for number, entry in self._loaders.items() if entry.ref() is not None}
-            usable = {entry.key for entry in self._loaders.values()}
+        usable = {loader.key for loader in self._usable}
         shared = not session.started_here()
         left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
         metrics = self._metrics.tell() if self.session_alive() else None
@@ -261,8 +225,7 @@ class Pool:
         self._lifetimes.closed = True
         janitor.do(self._end_metrics)
         janitor.do(self._lifetimes.kill_all)
-        with self._lock:
-            self._loaders = {}
+        self._usable.clear()
         if self._probe is not None:
             self._probe.close()
         self.output.close()
@@ -280,7 +243,7 @@ class Pool:
         here = session.node_id()
         nodes = [actor.address.node_id for actor in self.actors if actor.address is not None]
         elsewhere = collections.Counter(node_id for node_id in nodes if node_id != here)
-        seconds = self.draining.look(elsewhere, self._placement.limit_with_others)
+        seconds = self.draining.look(elsewhere, self.placement.limit_with_others)
         for actor in self.actors:
             if self.is_draining(actor):
                 self._lifetimes.kill(actor, if_spare=True)
@@ -290,13 +253,13 @@ class Pool:
         self.later(self.tidy)
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
-        had_room = not self._placement.lacks_cpus(remote_args, count)
+        had_room = not self.placement.lacks_cpus(remote_args, count)
         if not had_room:  # idle actors that these loaders cannot use may hold them
             self.later(functools.partial(self._lifetimes.kill_spare, but=key))
         staying = [actor for actor in self.actors if not self.is_draining(actor)]
         living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
-        options = self._placement.options(remote_args, count, count + living)
-        where = self._placement.where(options)
+        options = self.placement.options(remote_args, count, count + living)
+        where = self.placement.where(options)
         try:
             actors = [self._make(lease, key, options, where, had_room=had_room) for _ in range(count)]
         except Exception as error:  # whatever Ray says of the user's options

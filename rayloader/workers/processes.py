@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from rayloader.errors import RayloaderError
+from rayloader.errors import RaySessionError
 from rayloader.protocol import Source
 from rayloader.workers.connection import Channel, Mailbox
 
@@ -41,18 +41,24 @@ class Processes(ABC):
     leased_bytes = 0
     all_are_near = host_several = True
 
-    @abstractmethod
-    def check(self) -> None:
-        """Raises RaySessionError unless the processes can be used."""
+    def check(self) -> None:  # noqa: B027
+        """Raises RaySessionError unless the processes, which were not released, can be used."""
 
     @property
-    @abstractmethod
     def usable(self) -> bool:
-        """Whether they can be used."""
+        """Whether `check` raises nothing."""
+        try:
+            self.check()
+        except RaySessionError:
+            return False
+        return True
 
     @abstractmethod
     def lend(self, count: int, *, fresh: bool = True) -> list[Any]:
         """`count` processes; does not wait until new ones run. `fresh`: none that has worked before."""
+
+    def begin(self) -> None:  # noqa: B027
+        """Forks will be as the program is now, though they are made when their first tasks are known."""
 
     @abstractmethod
     def kill(self, process: Any) -> None:
@@ -92,23 +98,22 @@ class Processes(ABC):
         """Whether the workers of a draining process must leave it at once, although others are coming."""
         return False
 
+    @abstractmethod
     def refused(self, process: Any, reason: str) -> None:
         """A process cannot be reached over a line."""
-        raise RayloaderError(f"a forked worker could not connect to this process: {reason}")
 
-    def verdict(self, pending: list[Any], *, others: bool) -> Verdict:
-        """What to do about processes that have not started; `others`: some of the fleet have."""
+    def verdict(self, pending: list[Any], of: int, *, others: bool) -> Verdict:
+        """What to do about processes that have not started, which the log is told.
+
+        Args:
+            pending: these processes.
+            of: how many the fleet has.
+            others: some of the fleet have started.
+
+        Raises:
+            WorkerStartError: they have found no place, or do not start there, and there are no others.
+        """
         return Verdict.WAIT
-
-    def tell(self, pending: list[Any], of: int) -> None:  # noqa: B027
-        """Logs what the program waits for."""
-
-    def gave_up(self, processes: list[Any], of: int) -> None:  # noqa: B027
-        """The fleet continues without these."""
-
-    def start_error(self, processes: list[Any], of: int) -> RayloaderError:
-        """The error for processes that have found no place, or do not start there."""
-        raise NotImplementedError
 
     def settle_output(self) -> None:  # noqa: B027
         """Waits until all log records that the workers have sent so far are handled."""

@@ -41,17 +41,20 @@ class ActorCalls(Channel):
     def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> RayAnswer:
         assert source is not None
         self._pause()
-        return self.process.start(setup, source, state)
+        actor = self.process
+        if actor.hosted is not None and actor.hosted[0] != source.image.name:
+            actor.hosted = None  # it drops that image
+        return RayAnswer(actor.handle.start.remote(setup, source, state))
 
     @override
     def hurry(self, worker_id: int) -> None:
         self._pause()
-        self.process.hurry(worker_id)
+        self.process.handle.hurry.remote(worker_id)
 
     @override
     def leave(self, worker_id: int) -> None:
         self._pause()
-        self.process.leave(worker_id)
+        self.process.handle.leave.remote(worker_id)
 
     def _pause(self) -> None:
         """Lets calls through Ray come after all calls made so far."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayloader.interrupts import Bell, DaemonThread
 from rayloader.start.zygote import Zygote
@@ -29,6 +29,9 @@ MOVE_S = 0.5
 TICK_S = 0.05
 
 _working: DaemonThread | None = None  # the one thread: the next takeover's begins after it
+
+
+_Answer = TypeVar("_Answer")
 
 
 class Stays(Exception):
@@ -88,16 +91,17 @@ class Takeover:
         ready, self._ready = self._ready, None
         return ready
 
-    def until(self, is_so: Callable[[], bool]) -> None:
-        """Waits in the thread until something is so.
+    def until(self, ask: Callable[[], _Answer | None]) -> _Answer:
+        """Waits in the thread until an answer is true, or not empty; returns that.
 
         Raises:
             Ended: the fleet has ended meanwhile.
         """
         self.check()
-        while not is_so():
+        while not (answer := ask()):
             self._closed.wait(TICK_S)
             self.check()
+        return answer
 
     def check(self) -> None:
         """Raises Ended if the fleet has ended meanwhile."""

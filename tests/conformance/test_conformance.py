@@ -99,8 +99,9 @@ def move_at_some_batch(monkeypatch, chance):
             getattr(is_so, "func", None) is moving._can_be_proved and not is_so()
         ):  # the user's thread receives what is missing
             self.needs_user.set()
-        waits(self, is_so)
+        answer = waits(self, is_so)
         self.needs_user.clear()
+        return answer
 
     def decides(self):
         if self.at > 0:

@@ -94,8 +94,7 @@ def ends():
     finish(script)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("kind", "persistent"), [("map-style", True), ("stream", False)])
 def test_a_killed_worker_is_replaced(kind, persistent, caplog):
     loader = load(KINDS[kind](), prefetch_factor=2, persistent_workers=persistent)
     epochs = []
@@ -110,8 +109,7 @@ def test_a_killed_worker_is_replaced(kind, persistent, caplog):
     assert all("worker 1 is lost and gets another process: killed by signal" in line for line in lines(caplog))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("also_workers", [False, True])
+@pytest.mark.parametrize(("kind", "also_workers"), [("map-style", False), ("stream", True)])
 def test_a_killed_zygote_takes_its_forks_along_and_all_are_replaced(kind, also_workers, caplog):
     batches = []
     for number, batch in enumerate(iterator := iter(load(KINDS[kind](), prefetch_factor=2))):
@@ -170,7 +168,7 @@ def test_a_batch_that_ends_its_worker_again_and_again_is_an_error(end, cause, ca
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("begins", ["fork", "ray"])
-@pytest.mark.parametrize("processes", [2, 1])
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_a_state_of_forks_goes_on_in_actors_and_the_other_way_round(ray_session, kind, begins, processes):
     loader = load(KINDS[kind](), workers=begins)
     iterator = iter(loader)

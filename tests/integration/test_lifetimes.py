@@ -22,7 +22,7 @@ import rayloader.workers.fleet
 import rayloader.workers.lifetimes
 import rayloader.workers.pool
 import rayloader.workers.worker
-from inside import actors_of, live_actor_pids, locks_of
+from inside import actors_of, live_actor_pids, lock_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
@@ -283,13 +283,13 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
 # ---- finalizers
 
 
-def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(shared, monkeypatch):
-    (outer, inner), pinning, held = locks_of(get_pool()), threading.Event(), threading.Event()
+def test_a_finalizer_under_the_pools_lock_while_the_pin_thread_needs_them(shared, monkeypatch):
+    lock, pinning, held = lock_of(get_pool()), threading.Event(), threading.Event()
 
     def pin(tensor):
         pinning.set()
         held.wait(EXIT_LIMIT)
-        with outer, inner:
+        with lock:
             return tensor
 
     pretend_accelerator(monkeypatch, pin)
@@ -300,7 +300,7 @@ def test_a_finalizer_under_the_pools_locks_while_the_pin_thread_needs_them(share
     assert pinning.wait(EXIT_LIMIT)
 
     def collect():
-        with outer, inner:
+        with lock:
             held.set()
             boxes.clear()
             gc.collect()

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-import rayloader.workers.fleet
+import rayloader.workers.actors
 from probes import Calls, load
 from rayloader import DataLoader, WorkerStartError
 
@@ -208,7 +208,7 @@ def test_a_samplers_error_shows_the_samplers_lines():
 
 
 def test_who_waits_for_workers_is_told_what_is_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr(rayloader.workers.fleet, "NOTICE_S", 0.0)
+    monkeypatch.setattr(rayloader.workers.actors, "NOTICE_S", 0.0)
     monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
     nowhere = {"num_cpus": 0, "resources": {"nowhere": 1}}
     with pytest.raises(WorkerStartError):

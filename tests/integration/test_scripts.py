@@ -287,7 +287,7 @@ print("closed", closed, faulthandler.is_enabled())
 """
 
 
-@pytest.mark.parametrize("streams", ["2>&-", "<&- 2>&-", "replaced"])
+@pytest.mark.parametrize("streams", [pytest.param("2>&-", marks=pytest.mark.full), "<&- 2>&-", "replaced"])
 def test_a_program_without_a_descriptor_of_standard_error_works(ray_session, tmp_path, streams):
     (program := tmp_path / "program.py").write_text(PRINTING)
     redirections = "" if streams == "replaced" else streams

@@ -301,7 +301,7 @@ class Process:
 
 
 class FakeFleet:
-    """Stands for a `Fleet`, and for the mailbox of its workers, which are real.
+    """Stands for a `Fleet`, its processes, and the mailbox of its workers, which are real.
 
     Args:
         num_workers: each in a process of its own, if there are as many.
@@ -362,6 +362,7 @@ class FakeFleet:
         self._changed = threading.Condition()
         self.actors = [Process(self) for _ in range(processes or num_workers)]
         everything: Any = self
+        self.mailbox = self.processes = everything
         self.workers = [
             Worker(Setup(n), journals[n], self.actors[n % len(self.actors)], everything)  # type: ignore[arg-type]
             for n in range(num_workers)
@@ -428,7 +429,7 @@ class FakeFleet:
         hosts: list[Any] = [worker.host for worker in self.workers if worker.away and not worker.host.lost]
         return hosts
 
-    def lane(self, worker: Worker) -> str:
+    def lane(self, process: Process) -> str:
         return "line"
 
     def address(self, worker: Worker) -> WorkerAddress | None:

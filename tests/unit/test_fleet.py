@@ -91,7 +91,7 @@ class Process:
 
 
 class World:
-    """A fleet of actors on named nodes. This object is the pool that these come from, and the mailbox of its workers.
+    """A fleet of actors on named nodes. This object is the pool, with its placement, and the mailbox of the workers.
 
     Attributes:
         drained: nodes, with how late their workers are: 0 not at all, 1 unless room is found elsewhere, 2 in any case.
@@ -107,13 +107,13 @@ class World:
         self.killed: list[Process] = []
         self.hurried: list[int] = []
         self.left: list[int] = []
-        self.draining = self
+        self.draining = self.placement = self
         self.output = SimpleNamespace(address="where output goes")
         self.closed = False
         everything: Any = self
         self.actors = Actors(everything, None, SimpleNamespace(ray_remote_args={}, uses_lines=True))
         self.fleet = Fleet(self.actors)
-        self.fleet._mailbox = everything
+        self.fleet.mailbox = everything
         processes: list[Any] = [Process(node, world=self) for node in nodes]
         for process in processes:
             process.answer = "hello"
@@ -185,7 +185,7 @@ class World:
     def gave_up(self, pending: list[Process], count: int) -> None:
         pass
 
-    def start_error(self, pending: list[Process], count: int) -> Exception:
+    def error(self, pending: list[Process], count: int) -> Exception:
         return WorkerStartError(f"{len(pending)} of {count}")
 
     def later(self, job: object) -> None:
@@ -378,7 +378,7 @@ def test_while_there_is_hope_they_are_waited_for_and_that_is_told_once(monkeypat
     _, missing = before = world.hosts()
     assert world.fleet.check_started() == []
     assert world.told == [], "not at once"
-    world.fleet._notice_at = 0.0
+    world.actors._notice_at = 0.0
     for _ in range(3):
         assert world.fleet.check_started() == []
     assert world.told == [[missing]]

@@ -27,6 +27,14 @@ class Failed(Exception):
     """In place of what Ray raises."""
 
 
+@pytest.fixture
+def no_ray(monkeypatch):
+    """Whatever other tests have started."""
+    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [
@@ -35,16 +43,12 @@ class Failed(Exception):
         ("127.0.0.1:1", r"RAY_ADDRESS=127\.0\.0\.1:1 names could not be joined; set it .* or unset it"),
     ],
 )
-def test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do(address, message, monkeypatch):
+def test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do(address, message, no_ray, monkeypatch):
     def fail(**_):
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", fail)
-    monkeypatch.setattr(session, "current", lambda: None)  # whatever other tests have started
-    monkeypatch.setattr(session, "_starter", None)
-    if address is None:
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    else:
+    if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(RaySessionError, match=message) as caught:
         session.ensure()
@@ -52,19 +56,17 @@ def test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do(address, m
     assert str(caught.value.__cause__) == "The current node timed out during startup."
 
 
-def test_what_a_ray_that_has_failed_had_started_is_ended(monkeypatch):
+def test_what_a_ray_that_has_failed_had_started_is_ended(no_ray, monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(threading.current_thread().name))
     monkeypatch.setattr(session, "connection_of", lambda _: None)
-    monkeypatch.setattr(session, "_starter", None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(RaySessionError, match="division by zero"):
         session.ensure()
     assert ended == ["rayloader-session"]
 
 
-def test_whoever_is_interrupted_while_ray_starts_it_is_started_by_the_thread_that_is_known(monkeypatch):
+def test_whoever_is_interrupted_while_ray_starts_it_is_started_by_the_thread_that_is_known(no_ray, monkeypatch):
     """Else the next use would start another one beside it, and neither Ray would come up, or end."""
     known = []
 
@@ -74,8 +76,6 @@ def test_whoever_is_interrupted_while_ray_starts_it_is_started_by_the_thread_tha
 
     files = {threading.__file__, interrupts.__file__, session.__file__}
     monkeypatch.setattr(session._Starter, "_init", begin)
-    monkeypatch.setattr(session, "current", lambda: None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for number in itertools.count():
         monkeypatch.setattr(session, "_starter", None)
         fired = False
@@ -103,15 +103,12 @@ class TellsOnce(logging.Handler):
 
 
 def starts_by(monkeypatch, init):
-    """Ray has not been started, and this starts it."""
+    """This starts Ray."""
     monkeypatch.setattr(session, "START_TICK_S", 0.01)
-    monkeypatch.setattr(session, "_starter", None)
-    monkeypatch.setattr(session, "current", lambda: None)
     monkeypatch.setattr(session._Starter, "_init", init)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(monkeypatch):
+def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(no_ray, monkeypatch):
     handler = TellsOnce()
 
     def take_long(_):
@@ -129,7 +126,7 @@ def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(monkeypatch):
     assert handler.told == ["rayloader: waiting for Ray, which is still starting after 0 s"]
 
 
-def test_a_start_of_ray_that_never_ends_is_an_error(monkeypatch):
+def test_a_start_of_ray_that_never_ends_is_an_error(no_ray, monkeypatch):
     ended = threading.Event()
 
     def never(_):
@@ -146,17 +143,14 @@ def test_a_start_of_ray_that_never_ends_is_an_error(monkeypatch):
         session._starter.join()
 
 
-def test_options_that_ray_refuses_are_named(monkeypatch):
+def test_options_that_ray_refuses_are_named(no_ray, monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
-    monkeypatch.setattr(session, "current", lambda: None)
-    monkeypatch.setattr(session, "_starter", None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(RaySessionError, match=r"check the options .* was given \(num_cpus\); if"):
         session.ensure({"num_cpus": -1})
 
 
 @pytest.mark.parametrize("address", [None, "local"])
-def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(address, monkeypatch):
+def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(address, no_ray, monkeypatch):
     started = []
 
     def start(_, server, options):
@@ -165,9 +159,6 @@ def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(addr
         raise Failed
 
     monkeypatch.setattr(session, "start_ray", start)
-    monkeypatch.setattr(session, "current", lambda: None)
-    monkeypatch.setattr(session, "_starter", None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(RaySessionError):
@@ -184,7 +175,7 @@ def test_an_option_that_ray_does_not_know_is_an_error_at_once():
     session.check_names({"_system_config": {}, "object_spilling_directory": "here", "namespace": "mine"})
 
 
-def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(monkeypatch):
+def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(no_ray, monkeypatch):
     importlib.import_module("rayloader.workers.pool")  # where forks are noticed
     starts, forked = threading.Event(), threading.Event()
 
@@ -194,9 +185,6 @@ def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(monkeypatch):
         raise Exception("enough")
 
     monkeypatch.setattr(ray, "init", begin)
-    monkeypatch.setattr(session, "current", lambda: None)
-    monkeypatch.setattr(session, "_starter", None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with ThreadPoolExecutor(1) as thread:
         outcome = thread.submit(session.ensure)
         assert starts.wait(HANG_LIMIT)

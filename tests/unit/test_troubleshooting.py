@@ -159,9 +159,9 @@ def with_references() -> None:
 
 
 def unconnected() -> None:
-    from rayloader.workers.processes import Processes
+    from rayloader.workers.forks import Forks
 
-    Processes.refused(None, None, "a reason")  # type: ignore[arg-type]
+    Forks.refused(None, None, "a reason")  # type: ignore[arg-type]
 
 
 def start_timeout() -> None:
