@@ -472,8 +472,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 if warm:
                     fleet.lend(self._num_hosts, fresh=fresh)
                 kept = loaders.of(loader)
-                old = kept.image
-                kept.image = Image.write(encoded, mappings) if old is None else old.updated(encoded, mappings)
+                kept.image = Image.write(encoded, mappings, kept.image)
             process = ProcessState.capture(session.node_id())
             actors.inherited = Inherited(process, kept.image, list(encoded.carried))
         except BaseException:  # the actors were borrowed: they go back in any case

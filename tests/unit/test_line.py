@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lines import check_finished, exchange, messages
+from lines import check_finished, exchange, messages, wait_for
 from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, LineError
 from rayloader.transport.local_line import DriverLine, connect
 
@@ -205,9 +204,7 @@ def test_another_user_is_not_let_in():
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         stranger.connect(f"\0{driver.address.name}")
         os._exit(0 if stranger.recv(1) == b"" else 1)
-    poll = select.poll()
-    poll.register(driver.descriptor, driver.events)
-    assert poll.poll()
+    wait_for(driver)
     assert driver.receive() == []
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     worker = connect(driver.address)
@@ -278,7 +275,7 @@ def test_without_a_descriptor_to_let_it_in_a_worker_is_refused_and_not_waited_fo
     assert not driver.receive()
     worker = connect(driver.address)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (driver.descriptor, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (driver.descriptors[0][0], hard))
     try:
         assert not driver.receive()
     finally:

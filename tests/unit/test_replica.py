@@ -39,8 +39,8 @@ def take(obj):
     return codec.encode(obj, mapped=mappings), mappings
 
 
-def write(obj):
-    return Image.write(*take(obj))
+def write(obj, old=None):
+    return Image.write(*take(obj), old)
 
 
 def read(image, **how):
@@ -131,7 +131,7 @@ def test_elsewhere_it_is_not_opened():
 
 def test_a_copy_elsewhere_is_equal(data_file):
     image = write({"copied": np.arange(300_000), "mapped": np.memmap(data_file)})
-    image = image.updated(*take({"copied": np.arange(300_000), "mapped": np.memmap(data_file), "new": np.ones(500)}))
+    image = write({"copied": np.arange(300_000), "mapped": np.memmap(data_file), "new": np.ones(500)}, image)
     contents = [bytes(content) for content in image.contents()]
     there = image_from_contents(image.address, contents)
     assert {file.name for file in there.address.files}.isdisjoint(file.name for file in image.address.files)
@@ -200,8 +200,8 @@ def test_processes_share_the_pages_until_they_write():
 def test_what_has_not_changed_is_not_written_again():
     obj = dataset()
     image = write(obj)
-    assert image.updated(*take(obj)) is image
-    assert image.updated(*take(dataset())) is image  # equal, from other memory
+    assert write(obj, image) is image
+    assert write(dataset(), image) is image  # equal, from other memory
 
 
 @pytest.mark.parametrize("threads", [True, False])
@@ -212,23 +212,23 @@ def test_only_what_differs_is_written_anew(threads, monkeypatch):
     image = write(obj)
     old = read(image)
     obj["b"][-1] = 1
-    new = image.updated(*take(obj))
+    new = write(obj, image)
     assert new is not image
     assert new.address.files[:-1] == image.address.files
     assert 3 * MIB < new.address.files[-1].nbytes < 3.1 * MIB
     assert (read(new)["b"][-1], old["b"][-1], read(image)["b"][-1]) == (1, 0, 0)
     assert not read(new)["a"].any()
-    assert new.updated(*take(obj)) is new
+    assert write(obj, new) is new
 
 
 def test_what_comes_goes_and_moves():
     arrays = [np.full(2000 + number, number) for number in range(5)]
     image = write(arrays)
     for changed in ([arrays[4], arrays[0]], [*arrays, arrays[1] + 1], [], arrays[::-1], "nothing", {"a": arrays[2]}):
-        image = image.updated(*take(changed))
+        image = write(changed, image)
         found = read(image)
         assert str(found) == str(changed)
-        assert image.updated(*take(changed)) is image
+        assert write(changed, image) is image
 
 
 def test_files_that_are_hardly_used_go_and_their_number_is_bounded():
@@ -238,7 +238,7 @@ def test_files_that_are_hardly_used_go_and_their_number_is_bounded():
     first = image.address.files[0]
     for number, array in enumerate(arrays):
         array[5] = number + 1
-        image = image.updated(*take(arrays))
+        image = write(arrays, image)
         assert len(image.address.files) <= 9
         assert [array[5] for array in read(image)] == [array[5] for array in arrays]
     assert first not in image.address.files
@@ -251,7 +251,7 @@ def test_an_image_keeps_nothing_of_the_object(data_file):
     obj = {"array": array, "mapped": np.memmap(data_file)}
     image = write(obj)
     before = sys.getrefcount(array)
-    again = image.updated(*take(obj))
+    again = write(obj, image)
     gc.collect()
     assert sys.getrefcount(array) == before
     assert again is image
@@ -307,12 +307,12 @@ def test_a_private_mapping_that_the_driver_has_written_to_is_copied_whole(data_f
     assert len(image.address.regions) == 1
     mapped[5 * PAGE] = 98
     assert is_written(start, mapped.nbytes)
-    image = image.updated(*take(mapped))
+    image = write(mapped, image)
     assert image.address.regions == ()
     found = read(image)
     assert found.tolist() == mapped.tolist()
     mapped[5 * PAGE] = 97
-    image = image.updated(*take(mapped))
+    image = write(mapped, image)
     assert read(image)[5 * PAGE] == 97
     assert found[5 * PAGE] == 98
 
@@ -323,7 +323,7 @@ def test_a_replaced_content_of_the_file_is_seen(data_file):
     with data_file.open("r+b") as file:
         file.write(b"\x09")
     assert read(image)[0] == 9
-    assert image.updated(*take(mapped)) is image
+    assert write(mapped, image) is image
 
 
 def test_a_missing_file_is_named(data_file):
@@ -356,7 +356,7 @@ def test_a_deleted_file_is_reached_through_the_driver_only(data_file):
     assert mapped[0] == 200
     with pytest.raises(ReplicaError, match=rf"{re.escape(str(data_file))} \(deleted\).*clone"):
         read(image, here=False)
-    again = image.updated(*take(mapped))
+    again = write(mapped, image)
     assert again is image
     del image, again
     assert descriptors() == before
