@@ -222,11 +222,6 @@ class ArenaLane:
         self._abandoned: set[int | None] = set()  # not sent yet
 
     @property
-    def arena_names(self) -> set[str]:
-        """Name of the memory file, if there is one."""
-        return {self._arena.address.name} if self._arena is not None else set()
-
-    @property
     def is_open(self) -> bool:
         """Whether there is an arena."""
         return self._arena is not None

@@ -131,7 +131,7 @@ def test_views_that_are_not_what_they_seem():
     found = read(write([list(negative), rows[:MANY], torch.ones(MANY, 4)[20:].unbind(0)]))
     assert all(tensor.item() == -2 and tensor.is_neg() for tensor in found[0])
     assert all(torch.equal(tensor, torch.ones(4)) for tensor in (*found[1], *found[2]))
-    groups = bulk.Groups()
+    groups = bulk.Groups(Mappings())
     assert [groups.tensor(row) is None for row in rows] == [True] * 16 + [False] * (MANY - 16) + [True] * MANY
 
 
@@ -351,7 +351,7 @@ def test_changes_between_epochs_are_seen():
 def test_a_storage_that_was_shrunk_is_not_read_past_its_end():
     shrunk = torch.ones(8)[4:]
     shrunk.untyped_storage().resize_(16)
-    groups = bulk.Groups()
+    groups = bulk.Groups(Mappings())
     assert [groups.tensor(torch.ones(4)) is None for _ in range(20)] == [True] * 8 + [False] * 12
     assert groups.tensor(shrunk) is None
 

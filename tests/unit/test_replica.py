@@ -82,12 +82,6 @@ def test_what_was_written_is_read():
     assert obj["tensors"][0].untyped_storage().data_ptr() == obj["tensors"][1].untyped_storage().data_ptr()
 
 
-def test_many_small_arrays():
-    image = write([np.full(100, number) for number in range(3000)])
-    assert all((array == number).all() for number, array in enumerate(read(image)))
-    assert len(image.address.files) == 1
-
-
 def test_a_write_stays_its_own():
     source = np.zeros(5 * PAGE, np.uint8)
     image = write(source)
