@@ -107,7 +107,8 @@ class MemoryFile:
         if fd >= 0:
             close(fd)
 
-    __del__ = close
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        self.close(close)
 
 
 def address_of(fd: int, name: str) -> FileAddress:

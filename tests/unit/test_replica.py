@@ -11,11 +11,9 @@ import multiprocessing
 import os
 import pickle
 import re
-import subprocess
 import sys
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,58 +132,6 @@ def test_a_copy_elsewhere_is_equal(data_file):
         assert obj["mapped"][255] == 255
         obj["copied"][0] = 1  # writable
     del there, contents
-
-
-PSS = """
-import sys, pickle
-from rayloader.transport import codec
-from rayloader.replica.image import open_image
-array = codec.decode(*open_image(pickle.loads(bytes.fromhex(sys.stdin.readline()))))
-print(int(array.sum()), flush=True)
-if sys.stdin.readline() == "write\\n":
-    array[:1 << 20] = 1
-    print("written", flush=True)
-sys.stdin.readline()
-"""
-
-
-def mapped_memory(pid, name):
-    """Fields of /proc/pid/smaps in KiB, over the mappings of a name."""
-    total = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
-    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text()):
-        if name in block.splitlines()[0]:
-            for field in total:
-                total[field] += int(re.search(rf"^{field}: +(\d+) kB", block, re.MULTILINE)[1])
-    return total
-
-
-def test_processes_share_the_pages_until_they_write():
-    image = write(np.zeros(8 * MIB, np.uint8))
-    address = pickle.dumps(image.address).hex()
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PSS], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    try:
-        for process in processes:
-            process.stdin.write(address + "\n")
-            process.stdin.flush()
-            assert process.stdout.readline() == "0\n"
-        memory = [mapped_memory(process.pid, image.address.name) for process in processes]
-        for one in memory:
-            assert one["Rss"] >= 8 * 1024
-            assert one["Anonymous"] == 0  # nothing of it is the process's own
-            assert one["Pss"] < 4.5 * 1024
-        processes[0].stdin.write("write\n")
-        processes[0].stdin.flush()
-        assert processes[0].stdout.readline() == "written\n"
-        writer, reader = (mapped_memory(process.pid, image.address.name) for process in processes)
-        assert 1024 <= writer["Anonymous"] <= 1024 + 8
-        assert reader["Anonymous"] == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 # What has changed
