@@ -116,7 +116,7 @@ def live_memory_files():
     if (pool := pool_if_any()) is None:
         return set()
     pool.wait()
-    names = {name for actor in pool.actors for name in actor.lane.arena_names}
+    names = {actor.lane._arena.address.name for actor in pool.actors if actor.lane.is_open}
     return names | ({pool._probe.address.name} if pool._probe is not None else set())
 
 

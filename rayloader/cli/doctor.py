@@ -135,7 +135,7 @@ def _lanes(num_workers: int) -> Iterator[Check]:
         refused = {actor.no_line for actor in near if actor.no_line}
         if refused or not near:
             raise RuntimeError("; ".join(refused) or "no worker can open the memory of this process")
-        if not any(actor.lane.arena_names for actor in near):
+        if not any(actor.lane.is_open for actor in near):
             raise RuntimeError("no worker has built a batch in shared memory")
         return f"{len(near)} of {len(here)} workers are reached over a local socket, and share memory with this process"
 

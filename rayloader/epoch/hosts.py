@@ -145,8 +145,7 @@ def _actors(
             if warm:
                 fleet.lend(count, fresh=fresh)
             kept = loaders.of(loader)
-            old = kept.image
-            kept.image = Image.write(encoded, mappings) if old is None else old.updated(encoded, mappings)
+            kept.image = Image.write(encoded, mappings, kept.image)
         process = ProcessState.capture(session.node_id())
         actors.inherited = Inherited(process, kept.image, list(encoded.carried))
     except BaseException:  # the actors were borrowed: they go back in any case

@@ -217,7 +217,7 @@ def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int,
                 f"{process.exitcode}; if it was killed for its memory, build the batch in another program, by "
                 "`rayloader replay`"
             ) from None
-        error, *rebuilt = codec.decode(content, raw.writable_copies(buffers), ())
+        error, *rebuilt = codec.decode(content, [*map(raw.copied, buffers)], ())
         if error is not None:
             raise error
         return Rebuilt(*rebuilt)
@@ -239,7 +239,7 @@ def _send(connection: Any, *arguments: Any) -> None:
     except Exception as error:
         try:
             encoded = codec.encode((error,), known_classes=True)
-            codec.decode(encoded.skeleton, raw.writable_copies(encoded.buffers), ())
+            codec.decode(encoded.skeleton, [*map(raw.copied, encoded.buffers)], ())
         except Exception:  # the user's own exception, which may not be picklable
             encoded = codec.encode((RuntimeError(f"{type(error).__name__}: {error}"),))
     connection.send_bytes(pickle.dumps((encoded.skeleton, [bytes(buffer) for buffer in encoded.buffers])))

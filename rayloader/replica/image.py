@@ -6,7 +6,7 @@ pages are shared until a worker writes, and its writes stay its own; that is wha
 are mapped in their own mode. Opened memory stays valid for as long as something refers to it, even after the end of the
 image. No descriptor is kept, except for those that torch keeps of its shared memory.
 
-Driver: `Image.write`, `Image.updated`; the image holds the descriptors that its address names. On another node:
+Driver: `Image.write`; the image holds the descriptors that its address names. On another node:
 `image_from_contents`, which fills the same files with contents that came through Ray. Any thread may call; two threads,
 `rayloader-image`, live while a big image is compared. This module does not import Ray.
 
@@ -35,7 +35,7 @@ import torch
 
 from rayloader.errors import ReplicaError, add_note
 from rayloader.transport import codec
-from rayloader.transport.mapped import Held, Mappings, Region, is_written, open_region, open_storage
+from rayloader.transport.mapped import Mappings, Region, is_written, open_region, open_storage
 from rayloader.transport.memory_file import (
     FileAddress,
     MemoryFile,
@@ -191,52 +191,25 @@ class Image:
         self.address = address
 
     @classmethod
-    def write(cls, encoded: codec.Encoded, mappings: Mappings | None = None) -> Image:
-        """Creates an image of an encoded object.
+    def write(cls, encoded: codec.Encoded, mappings: Mappings, old: Image | None = None) -> Image:
+        """The image of an encoded object.
 
         Args:
             encoded: its buffers must be as they were encoded until this returns.
             mappings: of this process, from just before the object was encoded.
+            old: of the object as it was before. It is returned if nothing has changed, or else shares the equal parts.
 
         Raises:
             ReplicaMemoryError: there is not enough memory; the error says what to do.
             MemoryFileError: this system has no memory files.
         """
-        return cls._made(_Contents(encoded, mappings or Mappings(), {}), None)
-
-    @property
-    def sent(self) -> tuple[tuple[ImageAddress, _Record | None], list[int]]:
-        """What `received` needs in another process of this program: plain data, and descriptors to be sent along.
-
-        Raises:
-            ReplicaError: a part of it belongs to this process alone.
-        """
-        if self._record is not None and any(held is not None for _, held in self._record.regions.values()):
-            raise ReplicaError("the dataset holds memory that it shares with this process (share_memory_())")
-        return (self.address, self._record), [file.fd for file in self._files]
-
-    @classmethod
-    def received(cls, sent: tuple[ImageAddress, _Record | None], descriptors: Sequence[int]) -> Image:
-        """The image that another process of this program has made; the descriptors now belong to it."""
-        address, record = sent
-        pairs = zip(descriptors, address.files, strict=True)
-        files = tuple(MemoryFile.received(fd, file.name) for fd, file in pairs)
-        return cls(files, replace(address, files=tuple(file.address for file in files)), record)
-
-    def updated(self, encoded: codec.Encoded, mappings: Mappings | None = None) -> Image:
-        """The image of an object that may have changed: this one if it has not, else one that shares the equal parts.
-
-        Arguments and exceptions are those of `write`.
-        """
-        assert self._record is not None, "an image from contents can't be updated"
-        contents = _Contents(encoded, mappings or Mappings(), self._record.regions)
-        return self._made(contents, self)
-
-    @classmethod
-    def _made(cls, new: _Contents, old: Image | None) -> Image:
         files: list[MemoryFile] = []
-        origins = np.full((new.count, 2), -1, np.int64)  # file, offset of each item
-        if old is not None:
+        if old is None:
+            new = _Contents(encoded, mappings, {})
+            origins = np.full((new.count, 2), -1, np.int64)  # file, offset of each item
+        else:
+            assert old._record is not None, "an image from contents can't be updated"
+            new = _Contents(encoded, mappings, old._record.regions)
             kept = old._unchanged(new)
             if old._is(new, kept):
                 return old
@@ -268,6 +241,25 @@ class Image:
             table=Piece(len(files) - 1, table_offset, table.nbytes),
         )
         return cls(tuple(files), address, _Record(new, origins))
+
+    @property
+    def sent(self) -> tuple[tuple[ImageAddress, _Record | None], list[int]]:
+        """What `received` needs in another process of this program: plain data, and descriptors to be sent along.
+
+        Raises:
+            ReplicaError: a part of it belongs to this process alone.
+        """
+        if self._record is not None and any(held is not None for _, held in self._record.regions.values()):
+            raise ReplicaError("the dataset holds memory that it shares with this process (share_memory_())")
+        return (self.address, self._record), [file.fd for file in self._files]
+
+    @classmethod
+    def received(cls, sent: tuple[ImageAddress, _Record | None], descriptors: Sequence[int]) -> Image:
+        """The image that another process of this program has made; the descriptors now belong to it."""
+        address, record = sent
+        pairs = zip(descriptors, address.files, strict=True)
+        files = tuple(MemoryFile.received(fd, file.name) for fd, file in pairs)
+        return cls(files, replace(address, files=tuple(file.address for file in files)), record)
 
     def _unchanged(self, new: _Contents) -> _Numbers:
         """For each new item, the item of this image that it equals, or -1."""
@@ -353,7 +345,7 @@ class _Contents:
     """The contents of an image of an encoded object; see NOTE [Items]."""
 
     def __init__(
-        self, encoded: codec.Encoded, mappings: Mappings, known: dict[Region, tuple[Region, Held | None]]
+        self, encoded: codec.Encoded, mappings: Mappings, known: dict[Region, tuple[Region, MemoryFile | None]]
     ) -> None:
         self._encoded = encoded  # keeps the memory that the addresses point to
         gathered = [-1 - number for number in range(len(encoded.gathered))]
@@ -363,7 +355,7 @@ class _Contents:
         self.home = np.zeros(len(sizes), np.int64)  # item of each buffer, or -1 - region
         self.region_offsets = np.zeros(len(sizes), np.int64)
         self.regions: list[Region] = []
-        self.held: list[Held | None] = []
+        self.held: list[MemoryFile | None] = []
         self._refer(mappings, addresses, known)
         stored = np.flatnonzero(self.home >= 0)
         self.home[stored] = 1 + np.arange(len(stored))
@@ -379,7 +371,9 @@ class _Contents:
         content = self._encoded.gathered[-1 - address].content()
         return address_of_buffer(content), content
 
-    def _refer(self, mappings: Mappings, addresses: _Numbers, known: dict[Region, tuple[Region, Held | None]]) -> None:
+    def _refer(
+        self, mappings: Mappings, addresses: _Numbers, known: dict[Region, tuple[Region, MemoryFile | None]]
+    ) -> None:
         """Fills in the regions."""
         found = mappings.find(addresses, self.buffer_sizes)
         for index in np.unique(found[found >= 0]).tolist():

@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
     @property
     def indices(self) -> Any:
         """The sampler's object, created again in memory of its own."""
-        return codec.decode(self.encoded.skeleton, raw.writable_copies(self.encoded.buffers), self.encoded.carried)
+        return codec.decode(self.encoded.skeleton, [*map(raw.copied, self.encoded.buffers)], self.encoded.carried)
 
 
 def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:

@@ -43,8 +43,8 @@ from typing import IO, Any
 from rayloader._compat_ray import can_choose_workers, own_start
 from rayloader.errors import RaySessionError
 from rayloader.start.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
-from rayloader.transport.line import LineError
-from rayloader.transport.local_line import LocalSocket, listen
+from rayloader.transport.line import LineError, LineSocket
+from rayloader.transport.local_line import listen
 
 HERE = Path(__file__).parent
 # Processes that connect at the same time; others start without the fork server.
@@ -181,7 +181,7 @@ class ForkServer:
 
     def _start(self) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until `close`
-        with LocalSocket() as listener:  # closed here, so that nobody waits for a fork server that has died
+        with LineSocket() as listener:  # closed here, so that nobody waits for a fork server that has died
             address = listen(listener, "fork-server", BACKLOG)
             alone = {} if is_hash_seed_chosen() else HASH_SEED
             with starting:

@@ -1,7 +1,7 @@
 """Memory that driver and worker share: the worker builds batches in it, the driver hands them out without a copy.
 
 An *arena* is an anonymous memory file of one actor process. The driver creates it; the worker opens it by its
-`ArenaAddress` and takes *slots* in it, because the worker knows the sizes: one for each large buffer of a batch, and
+`FileAddress` and takes *slots* in it, because the worker knows the sizes: one for each large buffer of a batch, and
 one for the small ones together. The driver creates a *lease* of a slot when it receives a result; when the last view of
 a lease's memory has died, whatever kind of view, in whatever thread, in whatever order, `freed` returns the slot's
 ticket, and the next message to the worker carries it back.
@@ -78,7 +78,6 @@ class ArenaError(RayloaderError):
     """An arena can't be created, opened or used here; its data has to go another way."""
 
 
-ArenaAddress = FileAddress
 Slot = tuple[int, int, int]  # unique ticket in the arena; offset in the file; size in bytes
 Slice = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
 
@@ -229,10 +228,6 @@ class Arena:
         if not is_finalizing():
             self.close()
 
-    def writer(self) -> ArenaWriter:
-        """A writer for an arena that this process fills itself, instead of a worker; for one thread at a time."""
-        return ArenaWriter(self._mapping, self.address.nbytes, locked=self.accelerator is not None)
-
     def view(self, where: Slice, leases: Leases) -> memoryview:
         """The bytes of a buffer, writable; they, and everything made from them, keep their slot leased.
 
@@ -326,7 +321,7 @@ class Arena:
             # `gone` comes first: a lease that another thread makes or ends sees it, or is seen.
             if mapping.locks is not None and mapping.locks.close():
                 mapping.gone = True
-                unlocker.retire(self)
+                unlocker.retire(self.unlock)
             else:
                 mapping.locks = None
                 if give_back:
@@ -406,7 +401,7 @@ class ArenaWriter:
         self.full = False
 
     @classmethod
-    def open(cls, address: ArenaAddress, *, locked: bool = False) -> ArenaWriter:
+    def open(cls, address: FileAddress, *, locked: bool = False) -> ArenaWriter:
         """Maps the arena of another process.
 
         Args:

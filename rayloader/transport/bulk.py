@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,9 +141,10 @@ class Views:
 
 
 class Groups:
-    """The groups of one object that is being pickled."""
+    """The groups of one object that is being pickled, in a process with these mappings."""
 
-    def __init__(self) -> None:
+    def __init__(self, mappings: Mappings) -> None:
+        self._mappings = mappings
         # None: such members are never grouped.
         self._of_tensors: dict[tuple[torch.dtype, torch.Size], Group | None] = {}
         self._of_arrays: dict[tuple[np.dtype[Any], tuple[int, ...], bool], Group | None] = {}
@@ -223,6 +224,20 @@ class Groups:
         groups = [*self._of_tensors.values(), *self._of_arrays.values()]
         return [group for group in groups if group is not None and group.members]
 
+    def share_memory(self, storages: Iterable[torch.UntypedStorage]) -> bool:
+        """Whether a tensor of the groups shares its storage with another one, with one of these, or lies in a file."""
+        of_tensors = [group for group in self.filled() if group.of_tensors]
+        if not of_tensors:
+            return False
+        addresses = np.concatenate([group.addresses() for group in of_tensors])
+        sizes = np.repeat([group.nbytes for group in of_tensors], [len(group.members) for group in of_tensors])
+        others = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.int64)
+        return (
+            len(np.unique(addresses)) < len(addresses)
+            or bool(np.isin(addresses, others).any())
+            or bool((self._mappings.find(addresses, sizes) >= 0).any())
+        )
+
     def views(self) -> list[Views]:
         """The storages that have views."""
         return [views for views in self._of_views.values() if isinstance(views, Views) and views.offsets]
@@ -240,26 +255,6 @@ def resized() -> ValueError:
     return ValueError(
         "a tensor or array was resized while it was being sent to the workers, so its values are gone; resize none in "
         "__getstate__, nor in a thread while iter() runs, but assign new ones"
-    )
-
-
-def share_memory(groups: Sequence[Group], mappings: Mappings, storages: Iterable[int]) -> bool:
-    """Whether a tensor of the groups shares its storage with another one, or lies in a file.
-
-    Args:
-        groups: all of a pickle.
-        mappings: of this process.
-        storages: addresses of the storages that are in the pickle besides the groups.
-    """
-    of_tensors = [group for group in groups if group.of_tensors]
-    if not of_tensors:
-        return False
-    addresses = np.concatenate([group.addresses() for group in of_tensors])
-    sizes = np.repeat([group.nbytes for group in of_tensors], [len(group.members) for group in of_tensors])
-    return (
-        len(np.unique(addresses)) < len(addresses)
-        or bool(np.isin(addresses, np.fromiter(storages, np.int64)).any())
-        or bool((mappings.find(addresses, sizes) >= 0).any())
     )
 
 

@@ -148,7 +148,7 @@ def encode(
     if mapped is None and (simple := _encode_plain(obj, fresh)) is not None:
         return Encoded(*simple, ())
     file, pickler = _pickled(obj, known_classes, carry, mapped, special)
-    if pickler.has_shared_members():
+    if pickler.groups is not None and pickler.groups.share_memory(span.storage for span in pickler.spans.values()):
         file, pickler = _pickled(obj, known_classes, carry, mapped, special, grouped=False)
     buffers: list[memoryview] = []
     shared: dict[int, torch.UntypedStorage] = {}

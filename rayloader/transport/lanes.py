@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Any
 
-import numpy as np
-
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.transport import codec, raw
-from rayloader.transport.arena import Arena, ArenaAddress, ArenaError, ArenaWriter, Leases, Slot, lease_of
+from rayloader.transport.arena import Arena, ArenaError, ArenaWriter, Leases, Slot, lease_of
 from rayloader.transport.device import Accelerator
+from rayloader.transport.memory_file import FileAddress
 from rayloader.transport.page_locks import may_lock
 
 logger = logging.getLogger("rayloader")
@@ -66,7 +65,7 @@ class Wire:
 class Room:
     """News of the arena with a message, so that the worker can put batches into slots; see NOTE [Fields]."""
 
-    address: ArenaAddress | None  # of the arena; None: the last one
+    address: FileAddress | None  # of the arena; None: the last one
     freed: list[int]  # tickets of slots that are free again
     small: int  # up to what size buffers are small
     locked: bool = False  # whether the arena may be page-locked; it is, or is not, for all its life
@@ -155,7 +154,7 @@ def from_wire(wire: Wire) -> Any:
     """
     if KEEPS_SENT_STORAGES:
         release_sent_storages()  # of earlier batches, whose memory is not in an arena
-    return codec.decode(wire.skeleton, _writable(wire, _fresh_copy) if wire.buffers else (), wire.carried)
+    return codec.decode(wire.skeleton, _writable(wire, raw.copied) if wire.buffers else (), wire.carried)
 
 
 def owned(wire: Wire, copy: Callable[[memoryview], memoryview]) -> Wire:
@@ -185,10 +184,6 @@ def page_lock(wire: Wire) -> None:
             lease.page_lock()
 
 
-def _fresh_copy(buffer: memoryview) -> memoryview:
-    return raw.writable_copies([buffer])[0]
-
-
 def pack(message: Any, wires: Sequence[Sequence[Any]]) -> Any:
     """A message with these wires' fields, as bytes unless Ray must inspect it: Ray takes long to pickle anything."""
     made = [Wire(*fields) for fields in wires]
@@ -212,20 +207,19 @@ def fits_in_band(wire: Wire, nbytes: int) -> bool:
 class ArenaLane:
     """The driver's side of one actor's arena.
 
+    Args:
+        kind: purpose of its slots, as for `Arena`.
+
     Attributes:
         accelerator: for which the batches to come are to be page-locked. An arena that cannot be is replaced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "arena") -> None:
+        self._kind = kind
         self.accelerator: Accelerator | None = None
         self._arena: Arena | None = None
         self._off = ""  # why there will be no arena
         self._abandoned: set[int | None] = set()  # not sent yet
-
-    @property
-    def arena_names(self) -> set[str]:
-        """Name of the memory file, if there is one."""
-        return {self._arena.address.name} if self._arena is not None else set()
 
     @property
     def is_open(self) -> bool:
@@ -238,7 +232,7 @@ class ArenaLane:
         arena = self._arena  # read once: another thread may call this
         return arena.leased_bytes if arena is not None else 0
 
-    def lend(self, known: ArenaAddress | None = None) -> tuple[Lent, Room] | None:
+    def lend(self, known: FileAddress | None = None) -> tuple[Lent, Room] | None:
         """Room for the batch of a message, with news of the arena; None if there is no arena.
 
         Args:
@@ -253,7 +247,7 @@ class ArenaLane:
             arena = None
         if arena is None or arena.spoiled > SPOILED_BYTES:
             try:
-                self._arena = arena = Arena(ARENA_BYTES, accelerator=accelerator)
+                self._arena = arena = Arena(ARENA_BYTES, self._kind, accelerator)
             except ArenaError as error:
                 self._off = str(error)
                 return None
@@ -302,10 +296,14 @@ _warned_of_full = False  # for all lanes
 
 
 class WorkerLane:
-    """The worker's side: the open arena that the driver named last."""
+    """The worker's side: the open arena that the driver named last.
+
+    Attributes:
+        address: of that arena.
+    """
 
     def __init__(self) -> None:
-        self._address: ArenaAddress | None = None
+        self.address: FileAddress | None = None
         self._arena: ArenaWriter | None = None
         self.error = ""  # why it cannot be opened
 
@@ -314,8 +312,8 @@ class WorkerLane:
         if room is None:
             return None
         news = Room(*room)
-        if (address := news.address) is not None and address != self._address:
-            self._arena, self._address, self.error = None, address, ""
+        if (address := news.address) is not None and address != self.address:
+            self._arena, self.address, self.error = None, address, ""
             try:
                 self._arena = ArenaWriter.open(address, locked=news.locked)
             except ArenaError as error:
@@ -339,7 +337,7 @@ class Recycled:
     """Memory for the copies of this process, reused once nothing refers to it any more.
 
     A copy is writable and belongs to nobody else, for as long as any view of it lives. It lies in an arena of which
-    this process is the writer as well as the reader; without one, or without room, it has fresh memory. Nothing waits.
+    this process is the worker as well as the driver; without one, or without room, it has fresh memory. Nothing waits.
     One thread at a time copies; any may call `close`, more than once.
 
     Args:
@@ -347,17 +345,14 @@ class Recycled:
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
-        self._accelerator = accelerator
         self._lock = threading.Lock()
-        self._arena: Arena | None = None
-        self._writer: ArenaWriter | None = None
-        self._off = False  # no arena can be made here, or it is closed
+        self._closed = False
+        self._lane, self._own = ArenaLane("copies"), WorkerLane()
+        self._lane.accelerator = accelerator
 
     def copy(self, buffer: memoryview) -> memoryview:
         """A copy of flat bytes, in memory from `room`."""
-        copied = self.room(buffer.nbytes)
-        np.copyto(np.frombuffer(copied, np.uint8), np.frombuffer(buffer, np.uint8))
-        return copied
+        return raw.copied(buffer, self.room)
 
     def room(self, nbytes: int) -> memoryview:
         """Memory for `nbytes` bytes; small sizes get memory of their own, so that keeping them keeps nothing else."""
@@ -369,36 +364,20 @@ class Recycled:
         return raw.new_memory(nbytes)
 
     def _leased(self, nbytes: int) -> memoryview | None:
-        if self._arena is not None:
-            freed = self._arena.freed()
-            if self._arena.spoiled > SPOILED_BYTES:
-                self._arena.close()  # it lives on with its leases
-                self._arena = self._writer = None
-            elif self._writer is not None:
-                self._writer.free(freed)
-        if self._arena is None and not self._off:
-            try:
-                self._arena = Arena(ARENA_BYTES, "copies", may_lock(self._accelerator))
-            except ArenaError:
-                self._off = True
-            else:
-                self._writer = self._arena.writer()
-        if self._arena is None or self._writer is None:
+        news = None if self._closed else self._lane.lend(self._own.address)
+        if news is None or (writer := self._own.open(news[1].fields)) is None:
             return None
-        self._writer.begin(0)
-        where = self._writer.reserve(nbytes)
-        return None if where is None else self._arena.view(where, {})
+        writer.begin(0)
+        where, lent = writer.reserve(nbytes), news[0]
+        return None if where is None else lent.arena.view(where, lent.leases)
 
     @property
     def leased_bytes(self) -> int:
         """Bytes of copies that have live views. Any thread may ask."""
-        arena = self._arena
-        return arena.leased_bytes if arena is not None else 0
+        return self._lane.leased_bytes
 
     def close(self) -> None:
         """Gives unused memory back to the system at once, and the rest with the last view of each copy."""
         with self._lock:
-            self._off = True
-            arena, self._arena, self._writer = self._arena, None, None
-            if arena is not None:
-                arena.close(give_back=True)
+            self._closed, self._own = True, WorkerLane()
+            self._lane.close()

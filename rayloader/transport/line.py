@@ -95,7 +95,7 @@ class LineSocket(socket.socket):
 
     _pid = -1
 
-    def __init__(self, family: int, fileno: int | None = None) -> None:
+    def __init__(self, family: int = socket.AF_UNIX, fileno: int | None = None) -> None:
         super().__init__(family, socket.SOCK_STREAM, fileno=fileno)
         self._pid = os.getpid()
 
@@ -148,18 +148,15 @@ class Line:
 
     @property
     def descriptor(self) -> int:
-        """The descriptor to wait for; -1 if nothing more will come."""
+        """The connection's; -1 if nothing more will come."""
         return -1 if self._socket is None or self.ended else self._socket.fileno()
-
-    @property
-    def events(self) -> int:
-        """The events of `select.poll` to wait for."""
-        return select.POLLIN | select.POLLOUT if self._out else select.POLLIN
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
         """Everything to wait for, with the events of `select.poll`."""
-        return [(self.descriptor, self.events)] if self.descriptor >= 0 else []
+        if self._socket is None or self.ended:
+            return []
+        return [(self._socket.fileno(), select.POLLIN | select.POLLOUT if self._out else select.POLLIN)]
 
     @property
     def is_quiet(self) -> bool:
@@ -344,7 +341,8 @@ class Line:
 
     def wait(self) -> None:
         """Waits until something can be received or sent, or the other end has gone. Not if it has `ended`."""
-        poll(self.descriptor, self.events)
+        for descriptor, events in self.descriptors:
+            poll(descriptor, events)
 
     def drain(self) -> None:
         """Waits until the whole queue was sent, or the other end has gone."""
@@ -390,14 +388,9 @@ class ListeningLine(Line):
         self.refused = ""
 
     @property
-    def descriptor(self) -> int:
-        """The descriptor to wait for; -1 if nothing more will come."""
-        return self._listener.fileno() if self._listener is not None else super().descriptor
-
-    @property
-    def events(self) -> int:
-        """The events of `select.poll` to wait for."""
-        return select.POLLIN if self._listener is not None else super().events
+    def descriptors(self) -> list[tuple[int, int]]:
+        """Everything to wait for, with the events of `select.poll`."""
+        return [(self._listener.fileno(), select.POLLIN)] if self._listener is not None else super().descriptors
 
     def read(self, *, wait: bool = False) -> bool:
         """Reads what has arrived, and keeps it for `arrived`; first accepts the worker."""

@@ -33,13 +33,6 @@ class LineAddress(NamedTuple):
     machine: str  # boot, PID namespace and network namespace
 
 
-class LocalSocket(LineSocket):
-    """A socket of one machine."""
-
-    def __init__(self, fileno: int | None = None) -> None:
-        super().__init__(socket.AF_UNIX, fileno)
-
-
 class DriverLine(ListeningLine):
     """The driver's end.
 
@@ -58,7 +51,7 @@ class DriverLine(ListeningLine):
     def __init__(self, may_enter: Callable[[int], bool]) -> None:
         super().__init__()
         self._may_enter = may_enter
-        listener = LocalSocket()
+        listener = LineSocket()
         self._listener = listener  # so that an interrupt finds it here
         self.address = listen(listener, "line", 1)
 
@@ -83,7 +76,7 @@ class DriverLine(ListeningLine):
         came = self._came(listener)
         if came is None:
             return
-        connection = LocalSocket(came)
+        connection = LineSocket(fileno=came)
         pid, uid = peer(connection)
         if uid != os.getuid() or not self._may_enter(pid):
             connection.close()  # a stranger who has read the name in /proc/net/unix
@@ -100,7 +93,7 @@ class DriverLine(ListeningLine):
         super().close()
 
 
-def listen(listener: LocalSocket, purpose: str, waiting: int) -> LineAddress:
+def listen(listener: LineSocket, purpose: str, waiting: int) -> LineAddress:
     """Gives a socket an unguessable name, under which `waiting` processes may connect at the same time.
 
     Raises:
@@ -124,7 +117,7 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def hand_over(connection: LocalSocket, descriptors: dict[int, int]) -> None:
+def hand_over(connection: LineSocket, descriptors: dict[int, int]) -> None:
     """Sends a new connection copies of descriptors of this process, as far as they are open, by their numbers there."""
     sent = {number: descriptor for number, descriptor in descriptors.items() if _is_open(descriptor)}
     with contextlib.suppress(OSError):  # it has gone again
@@ -152,7 +145,7 @@ def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> 
     try:
         if (here := _namespaces()) != address.machine:
             raise LineError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
-        connection = LocalSocket()
+        connection = LineSocket()
         try:
             connection.connect(f"\0{address.name}")
             if peer(connection) != (address.pid, address.uid):

@@ -34,7 +34,7 @@ import torch
 
 from rayloader._compat import share_by_descriptor, share_by_name, shared_by_descriptor, shared_by_name
 from rayloader.errors import ReplicaError
-from rayloader.transport.memory_file import FileAddress, MemoryFileError, address_of, open_file
+from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 _PAGE = mmap.PAGESIZE
 _SCAN = 1 << 17  # entries of pagemap read at a time: 1 MiB
@@ -82,16 +82,6 @@ class Region:
     def named(self) -> Region:
         """The region without a descriptor: equal if it is the same memory."""
         return replace(self, held=None)
-
-
-class Held:
-    """A descriptor that keeps a file reachable; closes with its last user."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +159,7 @@ class Mappings:
 
     def region(
         self, index: int, low: int, high: int, storages: Iterable[torch.UntypedStorage] = ()
-    ) -> tuple[Region, Held | None, int] | None:
+    ) -> tuple[Region, MemoryFile | None, int] | None:
         """The part of a mapping that holds the addresses from `low` to `high`.
 
         Args:
@@ -179,7 +169,7 @@ class Mappings:
             storages: those there that are shared memory for torch.
 
         Returns:
-            The region, the descriptor it depends on, and the address of its first byte; None if its file can't be
+            The region, the open file it depends on, and the address of its first byte; None if its file can't be
             reached.
         """
         mapped = self._mapped[index]
@@ -201,14 +191,14 @@ class Mappings:
             size=status.st_size,
             storage=next(filter(None, (_shared_storage(mapped, storage) for storage in storages)), None),
         )
-        held = Held(fd)
         if by_name and not mapped.path.startswith(_SHARED_MEMORY):
+            os.close(fd)
             return region, None, start
         try:
-            name = os.readlink(f"/proc/self/fd/{fd}")
-            return replace(region, held=address_of(fd, name)), held, start
-        except (OSError, MemoryFileError):
+            held = MemoryFile.received(fd, os.readlink(f"/proc/self/fd/{fd}"))
+        except MemoryFileError:
             return None
+        return replace(region, held=held.address), held, start
 
 
 def _read(maps: bytes) -> list[_Mapped]:

@@ -91,25 +91,24 @@ class MemoryFile:
 
     @classmethod
     def received(cls, fd: int, name: str) -> MemoryFile:
-        """That of another process of this program, from a descriptor that it has sent, which now belongs to this."""
+        """One that exists, from a descriptor that now belongs to this object; `name` as for `FileAddress`."""
         file = cls.__new__(cls)
-        file.fd, file.address = fd, address_of(fd, name)
+        file.fd = fd
+        file.address = address_of(fd, name)
         return file
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            close(fd)
 
     def seal(self, *, writes: bool) -> None:
         """Forbids further seals, and writing if `writes`, which fails while any process has it mapped for that."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, (fcntl.F_SEAL_WRITE if writes else 0) | fcntl.F_SEAL_SEAL)
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
         """No process can open it any more; those that have it open or mapped keep it. Callable more than once."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            close(fd)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        self.close(close)
 
 
 def address_of(fd: int, name: str) -> FileAddress:

@@ -26,8 +26,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection
 
 from rayloader.interrupts import Bell, DaemonThread
 from rayloader.transport.device import Accelerator, AcceleratorError, Event
@@ -164,13 +163,6 @@ def _warn(error: AcceleratorError) -> None:
         )
 
 
-class Retired(Protocol):
-    """What an `Unlocker` needs of an arena whose worker has ended."""
-
-    def unlock(self) -> bool:
-        """Unlocks what it can, after the copies from there; returns whether all is unlocked."""
-
-
 class Unlocker:
     """Unlocks the blocks of arenas whose workers have ended, in a thread that lives while there are some.
 
@@ -186,7 +178,7 @@ class Unlocker:
         """To be called in a forked child: the arenas and the thread are its parent's."""
         self._bell = Bell()  # a batch has died, or there is another arena
         self._lock = threading.RLock()  # a finalizer may come while its thread has it
-        self._retired: list[Retired] = []
+        self._retired: list[Callable[[], bool]] = []  # `unlock` of each arena
         self._thread: DaemonThread | None = None
         self._has_warned = False
 
@@ -194,14 +186,18 @@ class Unlocker:
         """A batch of such an arena has died. For finalizers."""
         self._bell.ring()
 
-    def retire(self, arena: Retired) -> None:
-        """Takes over an arena with locked blocks. For finalizers too, and once more after an interrupt."""
+    def retire(self, unlock: Callable[[], bool]) -> None:
+        """Takes over an arena with locked blocks. For finalizers too, and once more after an interrupt.
+
+        Args:
+            unlock: the arena's method that unlocks what it can, and returns whether all is unlocked.
+        """
         new = DaemonThread(self._work, "rayloader-unlock")
         with self._lock:
             if self.ended:
                 return
-            if arena not in self._retired:
-                self._retired.append(arena)
+            if unlock not in self._retired:
+                self._retired.append(unlock)
             if self._thread is None:  # nothing is called from here to the next line, so no finalizer comes between
                 self._thread = new
             thread = self._thread
@@ -216,7 +212,7 @@ class Unlocker:
                     self._thread = None
                     return
                 arenas = self._retired.copy()
-            done = [arena for arena in arenas if self._unlocks(arena)]
+            done = [unlock for unlock in arenas if self._unlocks(unlock)]
             waits = not done
             with self._lock:
                 while done:
@@ -225,10 +221,10 @@ class Unlocker:
             if waits:
                 self._bell.wait(_WAKE_S)
 
-    def _unlocks(self, arena: Retired) -> bool:
-        """`arena.unlock()`. After an error the arena stays mapped, as locked memory must, and is tried again later."""
+    def _unlocks(self, unlock: Callable[[], bool]) -> bool:
+        """The result of `unlock`. After an error the arena stays mapped, as locked memory must; a later try follows."""
         try:
-            return arena.unlock()
+            return unlock()
         except Exception as error:  # the accelerator's may be of any type, and the other arenas are to be unlocked
             if not self._has_warned:
                 self._has_warned = True

@@ -202,7 +202,7 @@ class Pickler(ByValuePickler):
         self.carry = carry
         self.mapped = mapped
         self.special = special
-        self.groups = bulk.Groups() if grouped and mapped is not None else None
+        self.groups = bulk.Groups(mapped) if grouped and mapped is not None else None
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
         self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
         self.carried_objects: list[Any] = []
@@ -263,7 +263,7 @@ class Pickler(ByValuePickler):
                 return _reduce_by_id(obj, super().reducer_override)
             return self._noted(obj, _with_slots(obj, super().reducer_override(obj)))
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
-            if _delegates(kind):
+            if hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__"):
                 return self._of_delegate(obj)
             self.ordinary.add(kind)
             return NotImplemented
@@ -283,7 +283,11 @@ class Pickler(ByValuePickler):
             return None
         if obj.device.type != "cpu":
             if self.mapped is None:
-                raise on_accelerator(obj.device)
+                raise TypeError(
+                    f"a batch and its indices must be in main memory, got a tensor on {str(obj.device)!r}: each worker "
+                    "that uses an accelerator takes some of its memory and time from the trainer; create tensors on "
+                    f"the CPU, and let the loader move the batches: DataLoader(..., device={obj.device.type!r})"
+                )
             obj = self._in_main_memory(obj)
         nbytes = obj.nbytes()
         return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
@@ -303,7 +307,7 @@ class Pickler(ByValuePickler):
     def _of_delegate(self, obj: Any) -> Any:
         """A reduction after which unpickling does not ask the object for `__setstate__`.
 
-        The object would look for it in an attribute that it does not have yet.
+        Code of the program's would look for it, perhaps in an attribute that the object does not have yet.
         """
         reduced = self._reduced(obj)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or len(reduced) > 5:
@@ -346,13 +350,6 @@ class Pickler(ByValuePickler):
         """The reduction without this class's `reducer_override`."""
         reduce = self.dispatch_table.get(type(obj))
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(PROTOCOL)
-
-    def has_shared_members(self) -> bool:
-        """Whether the object must be pickled again, without groups; see bulk.py."""
-        if self.groups is None or self.mapped is None:
-            return False
-        storages = [span.storage.data_ptr() for span in self.spans.values()]
-        return bulk.share_memory(self.groups.filled(), self.mapped, storages)
 
     def overlap(self) -> Overlap | None:
         """For `Encoded.overlap`. Memory that stays a file's is shared by everything that refers to it.
@@ -517,11 +514,6 @@ def _of_module(module: types.ModuleType) -> Any:
     return None if is_known else (importlib.import_module, (name,))
 
 
-def _delegates(kind: type) -> bool:
-    """Whether an object looks for what its class lacks, `__setstate__` included, in code of the program's."""
-    return hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
-
-
 def _has_own_new(kind: type) -> bool:
     """Whether a tuple is made by code of the program's, which may take other arguments than the items."""
     owner = {name: next((cls for cls in kind.__mro__ if name in vars(cls)), object) for name in _OF_NAMED_TUPLES}
@@ -563,25 +555,11 @@ def _made_anew(obj: Any, kind: type) -> tuple[Any, ...] | None:
         raise refusal(obj, "a thread of this process")
     managers: Any = sys.modules.get("multiprocessing.managers")
     if managers is not None and kind.__reduce__ is managers.BaseProxy.__reduce__:
-        return _proxy_of_manager(obj)
+        rebuild, (make, token, serializer, options), *state = obj.__reduce__()
+        if obj._authkey != multiprocessing.current_process().authkey:  # which workers on this machine have
+            options = {**options, "authkey": bytes(obj._authkey)}
+        return rebuild, (make, token, serializer, options), *state
     return None
-
-
-def _proxy_of_manager(proxy: Any) -> tuple[Any, ...]:
-    """With the manager's key, unless that is the process's, which workers on this machine have."""
-    rebuild, (make, token, serializer, options), *state = proxy.__reduce__()
-    if proxy._authkey != multiprocessing.current_process().authkey:
-        options = {**options, "authkey": bytes(proxy._authkey)}
-    return rebuild, (make, token, serializer, options), *state
-
-
-def on_accelerator(device: torch.device) -> TypeError:
-    """The error for a batch, or its indices, with a tensor on this device."""
-    return TypeError(
-        f"a batch and its indices must be in main memory, got a tensor on {str(device)!r}: each worker that uses an "
-        "accelerator takes some of its memory and time from the trainer; create tensors on the CPU, and let the loader "
-        f"move the batches: DataLoader(..., device={device.type!r})"
-    )
 
 
 def _check_can_leave(obj: Any, kind: type) -> None:

@@ -7,7 +7,7 @@ span arrives there as (storage, the byte of the original storage at which it sta
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -114,20 +114,6 @@ def flat_bytes(buffer: Buffer, nbytes: int, number: int) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def writable_copies(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Copies each buffer once, for readers of read-only memory such as Ray's object store.
-
-    One allocation per buffer, so that a small tensor that is kept does not keep a whole batch.
-    """
-    copies = []
-    for buffer in buffers:
-        source = np.frombuffer(memoryview(buffer), np.uint8)
-        copy = new_memory(source.nbytes)
-        np.frombuffer(copy, np.uint8)[:] = source
-        copies.append(copy)
-    return copies
-
-
 def new_memory(nbytes: int) -> memoryview:
     """Writable bytes of their own, uninitialized.
 
@@ -139,6 +125,14 @@ def new_memory(nbytes: int) -> memoryview:
     else:  # torch's allocator aligns to 64 bytes and does not fill with zeros first
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
     return memoryview(memory)
+
+
+def copied(buffer: Buffer, room: Callable[[int], memoryview] = new_memory) -> memoryview:
+    """A copy of a buffer as flat bytes, in memory from `room`."""
+    source = np.frombuffer(memoryview(buffer), np.uint8)
+    copy = room(source.nbytes)
+    np.frombuffer(copy, np.uint8)[:] = source
+    return copy
 
 
 # ---- what skeletons name

@@ -34,10 +34,10 @@ from rayloader.protocol import Down, Setup, Source, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
-from rayloader.transport.arena import ArenaAddress
 from rayloader.transport.lanes import Lent, Room, to_wire
 from rayloader.transport.line import Line, unpacked
 from rayloader.transport.local_line import DriverLine
+from rayloader.transport.memory_file import FileAddress
 from rayloader.workers.process import Process
 
 # How many bytes of messages a fork is told as it is made: the start of a worker, and its first tasks. What does not fit
@@ -230,7 +230,7 @@ class ForkCalls(LineCalls):
         self._fork = fork
         # What it is told as it is forked, so that the driver need not accept its connection first; None: it was forked.
         self._early: list[bytes] | None = []
-        self._told: ArenaAddress | None = None  # that the fork was told
+        self._told: FileAddress | None = None  # that the fork was told
         self._starts: deque[Started] = deque()  # not answered, oldest first
 
     @override

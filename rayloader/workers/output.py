@@ -17,11 +17,10 @@ import time
 import traceback
 
 from rayloader.interrupts import Bell, DaemonThread
-from rayloader.transport.line import NO_ROOM, Line, LineError, Message, turn_away, unpacked
+from rayloader.transport.line import NO_ROOM, Line, LineError, LineSocket, Message, turn_away, unpacked
 from rayloader.transport.local_line import (
     STANDARD_STREAMS,
     LineAddress,
-    LocalSocket,
     flush_streams,
     hand_over,
     listen,
@@ -44,7 +43,7 @@ class Output:
 
     def __init__(self) -> None:
         self.address: LineAddress | None = None
-        self._listener = LocalSocket()
+        self._listener = LineSocket()
         self._lines: dict[int, Line] = {}  # by descriptor
         self._closing = False
         self._spare = os.open(os.devnull, os.O_RDWR)  # closed to turn a worker away if no descriptor is left
@@ -106,7 +105,7 @@ class Output:
 
     def _let_in(self) -> None:
         try:
-            connection = LocalSocket(self._listener.accept()[0].detach())
+            connection = LineSocket(fileno=self._listener.accept()[0].detach())
         except OSError as error:  # otherwise the worker that connected is gone again
             if error.errno in NO_ROOM:
                 self._turn_one_away()

@@ -5,13 +5,10 @@ what an actor knows for good have actors of their own (`OWN`).
 """
 
 import collections
-import copy
 import dataclasses
-import io
 import logging
 import mmap
 import os
-import pickle
 import random
 import signal
 import threading
@@ -215,66 +212,6 @@ def test_a_tensor_that_is_kept_keeps_only_its_memory_when_the_workers_have_ended
     assert same(kept, torch.stack([torch.full((1 << 18,), -6), torch.full((1 << 18,), -7)]))
 
 
-def test_batches_may_die_in_other_threads():
-    def drop(inbox):
-        while batches:
-            inbox.append(batches.popleft()[:, 3].sum().item())
-
-    for _ in range(3):
-        batches, sums = collections.deque(batches_of(12)), []
-        threads = [threading.Thread(target=drop, args=(sums,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(sums) == [expected(number)[:, 3].sum().item() for number in range(12)]
-
-
-def test_copies_of_all_kinds_outlive_their_batch():
-    copies = []
-    for batch in batches_of(20):
-        file = io.BytesIO()
-        torch.save(batch, file)
-        file.seek(0)
-        kinds = torch.load(file), pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch), batch.clone()
-        copies.append(kinds)
-        batch.fill_(-1)
-    assert all(same(kind, expected(number)) for number, kinds in enumerate(copies) for kind in kinds)
-
-
-VIEWS = [
-    lambda batch: batch[1],
-    lambda batch: batch[:, 5:9].T,
-    lambda batch: batch.numpy(),
-    lambda batch: batch.numpy()[1:, 2:].view(np.uint8),
-    lambda batch: torch.from_numpy(batch.numpy()[0])[3:],
-    lambda batch: memoryview(batch.numpy())[1:],
-    lambda batch: batch.untyped_storage(),
-    lambda batch: batch.view(torch.float64).flatten()[7:].detach(),
-    lambda batch: np.asarray(memoryview(batch[0].numpy()[4:]))[1:],
-]
-
-
-def content(view):
-    if isinstance(view, torch.UntypedStorage):
-        view = torch.empty(0, dtype=torch.uint8).set_(view)
-    return np.asarray(view).tobytes()
-
-
-def test_any_view_keeps_the_memory_whatever_dies_first():
-    shuffle = random.Random(1).shuffle
-    held = collections.deque(maxlen=8)  # lists of views of one batch each, with what is in them
-    for number, batch in enumerate(batches_of(30)):
-        whole = expected(number)
-        views = [(make(batch), content(make(whole))) for make in VIEWS]
-        shuffle(views)
-        held.append(views)
-        del batch, views
-        for views in held:
-            del views[1::2]  # the last one dies with the list
-            assert all(content(view) == wanted for view, wanted in views)
-
-
 def test_gradients_flow_into_batches():
     for batch in batches_of(8, lambda index: torch.full((SAMPLE,), float(index))):
         weight = batch.requires_grad_()
@@ -424,9 +361,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_arrives_is_what_torch_makes(kind):
-    arguments = {"dataset": Calls(KINDS[kind], 16), "batch_size": 2}
+def test_what_arrives_is_what_torch_makes():
+    kinds = list(KINDS.values())
+    arguments = {"dataset": Calls(lambda index: kinds[index // 2 % len(kinds)](index), 4 * len(kinds)), "batch_size": 2}
     mine, torchs = DataLoader(**arguments, num_workers=2), DataLoader(**arguments)
     for number, (batch, other) in enumerate(zip(mine, torchs, strict=True)):
         assert same(batch, other), number

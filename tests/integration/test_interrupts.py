@@ -17,7 +17,7 @@ from interrupts import HANG_LIMIT, interrupted_at, no_hang
 from probes import Calls
 from rayloader import DataLoader, RayloaderError
 from rayloader.epoch.iterator import close_all
-from rayloader.transport.lanes import SMALL_BYTES, ArenaLane
+from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, WorkerLane
 from rayloader.transport.page_locks import unlocker
 from simulated_device import SimulatedAccelerator
 
@@ -177,8 +177,8 @@ def test_after_an_interrupted_close_of_an_arena_the_next_one_unlocks_it():
     for number in numbers_of_points(1):
         lane, interrupt = ArenaLane(), None
         lane.accelerator = accelerator
-        lent, _ = lane.lend()
-        where = lent.arena.writer().reserve(SMALL_BYTES)
+        lent, room = lane.lend()
+        where = WorkerLane().open(room.fields).reserve(SMALL_BYTES)
         lent.arena.view(where, lent.leases)
         lent.leases[where[0][0]].page_lock()
         del lent

@@ -1,10 +1,56 @@
-"""What the tests of local lines and of those by TCP do alike."""
+"""Lines of both kinds, and what their tests do alike."""
 
 from __future__ import annotations
 
 import select
+import threading
 
-from rayloader.transport.line import Line
+from rayloader.transport import local_line, tcp_line
+from rayloader.transport.line import Line, ListeningLine
+from rayloader.transport.local_line import DriverLine
+from rayloader.transport.tcp_line import TcpDriverLine
+
+HERE = "127.0.0.1"
+LIMIT_S = 30.0
+KINDS = "local", "tcp"
+
+
+def new_buffer(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+def listening(kind: str) -> ListeningLine:
+    """The driver's end of a line."""
+    return DriverLine(lambda _: True) if kind == "local" else TcpDriverLine(HERE, new_buffer)
+
+
+def reach(driver: ListeningLine) -> Line:
+    """The worker's end; by TCP the driver must be served meanwhile."""
+    if isinstance(driver, DriverLine):
+        return local_line.connect(driver.address)
+    return tcp_line.connect(driver.address, new_buffer, LIMIT_S)
+
+
+def met(driver: ListeningLine) -> Line:
+    """The worker's end of this line, which the driver has let in."""
+    found: list[Line] = []
+    worker = threading.Thread(target=lambda: found.append(reach(driver)))
+    worker.start()
+    serve(driver, until=lambda: not worker.is_alive())
+    worker.join()
+    serve(driver, until=lambda: driver._socket is not None)
+    return found[0]
+
+
+def serve(driver: ListeningLine, until) -> None:
+    """Lets in, or turns away, who connects."""
+    while not until():
+        wait_for(driver, 10)
+        driver.read()
+
+
+def plain(message):
+    return message if isinstance(message, bytes) else (message[0], [bytes(buffer) for buffer in message[1]])
 
 
 def wait_for(line: Line, milliseconds: int | None = None) -> None:

@@ -259,12 +259,6 @@ def test_the_file_is_named_sealed_and_nowhere_in_the_file_system():
         fcntl.fcntl(address.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-def test_the_address_travels():
-    arena = Arena(PAGE)
-    assert pickle.loads(pickle.dumps(arena.address)) == arena.address
-    ArenaWriter.open(pickle.loads(pickle.dumps(arena.address)))
-
-
 def same_name(address):
     return os.memfd_create(address.name)
 
@@ -617,34 +611,6 @@ def test_views_may_die_in_any_order(order):
     assert len(pair.arena.freed()) == 1
 
 
-def test_each_buffer_has_a_lease_of_its_own():
-    pair = Pair()
-    images, masks = pair.lend(), pair.lend(-NUMBERS)
-    pair.done()
-    del images
-    assert len(pair.done()) == 1
-    assert torch.equal(masks, -NUMBERS)
-
-
-def test_a_view_kept_in_another_thread_keeps_the_slot():
-    pair = Pair(1)
-    holding, let_go = threading.Event(), threading.Event()
-
-    def hold(box):
-        held = box.pop().numpy()
-        holding.set()
-        assert let_go.wait(HANG_LIMIT_S)
-        assert held[511] == 511
-
-    thread = threading.Thread(target=hold, args=([pair.lend()],))
-    thread.start()
-    assert holding.wait(HANG_LIMIT_S)
-    assert pair.done() == []
-    let_go.set()
-    thread.join(HANG_LIMIT_S)
-    assert pair.empty
-
-
 def test_many_threads_drop_views_while_batches_are_made():
     pair, handed, done = Pair(64), [], threading.Event()
 
@@ -799,13 +765,6 @@ def test_an_arena_that_is_closed_lives_as_long_as_what_was_cut_from_it():
     assert len(mappings()) == 1
     assert array[511] == 511
     del array
-    assert (mappings(), descriptors()) == ([], [])
-
-
-def test_an_arena_that_is_dropped_leaves_nothing():
-    pair = Pair()
-    pair.put()
-    del pair
     assert (mappings(), descriptors()) == ([], [])
 
 

@@ -19,8 +19,8 @@ def take(obj):
     return codec.encode(obj, mapped=mappings), mappings
 
 
-def write(obj):
-    return Image.write(*take(obj))
+def write(obj, old=None):
+    return Image.write(*take(obj), old)
 
 
 def read(image):
@@ -57,7 +57,7 @@ def test_tensors(shape):
     found[47].zero_()  # private
     assert torch.equal(found[48], tensors[48])
     assert torch.equal(read(image)[47], tensors[47])
-    assert image.updated(*take(tensors)) is image
+    assert write(tensors, image) is image
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (24,), (4, 1), (2, 3, 4)])
@@ -79,7 +79,7 @@ def test_arrays(shape):
     found[47][...] = 1
     assert np.array_equal(found[48], arrays[48])
     assert np.array_equal(read(image)[47], arrays[47])
-    assert image.updated(*take(arrays)) is image
+    assert write(arrays, image) is image
 
 
 def test_little_is_pickled_for_each():
@@ -119,7 +119,7 @@ def test_views(dtype, order, inference):
     with torch.inference_mode(inference):
         found[47].zero_()
     assert torch.equal(found[48], views[48])
-    assert image.updated(*take(views)) is image
+    assert write(views, image) is image
     assert not torch.equal(found[47], views[47])
 
 
@@ -131,7 +131,7 @@ def test_views_that_are_not_what_they_seem():
     found = read(write([list(negative), rows[:MANY], torch.ones(MANY, 4)[20:].unbind(0)]))
     assert all(tensor.item() == -2 and tensor.is_neg() for tensor in found[0])
     assert all(torch.equal(tensor, torch.ones(4)) for tensor in (*found[1], *found[2]))
-    groups = bulk.Groups()
+    groups = bulk.Groups(Mappings())
     assert [groups.tensor(row) is None for row in rows] == [True] * 16 + [False] * (MANY - 16) + [True] * MANY
 
 
@@ -157,12 +157,12 @@ def test_only_what_changed_is_written_anew():
     tensors = [torch.full((1000,), float(number)) for number in range(2000)]
     image = write(tensors)
     tensors[700][3] = -1
-    changed = image.updated(*take(tensors))
+    changed = write(tensors, image)
     assert changed.address.files[:-1] == image.address.files
     assert changed.address.files[-1].nbytes < 1.2e6
     assert read(changed)[700][3] == -1
     for other in (tensors[::-1], tensors[:30], [*tensors, torch.zeros(7)], [*tensors[:9], torch.zeros(1000, 1)]):
-        changed = changed.updated(*take(other))
+        changed = write(other, changed)
         assert all(torch.equal(*pair) for pair in zip(read(changed), other, strict=True))
 
 
@@ -331,10 +331,10 @@ def test_changes_between_epochs_are_seen():
     changes = (written, replaced, other_memory, other_shape, gradient, attribute, kinds, grown, shares, moved)
     for change in changes:
         change()
-        changed = image.updated(*take(tensors))
+        changed = write(tensors, image)
         assert changed is not image
         image = changed
-        assert image.updated(*take(tensors)) is image
+        assert write(tensors, image) is image
         for one, other in zip(read(image), tensors, strict=True):
             assert (type(one), one.requires_grad, one.__dict__) == (type(other), other.requires_grad, other.__dict__)
             assert one.is_neg() == other.is_neg()
@@ -351,7 +351,7 @@ def test_changes_between_epochs_are_seen():
 def test_a_storage_that_was_shrunk_is_not_read_past_its_end():
     shrunk = torch.ones(8)[4:]
     shrunk.untyped_storage().resize_(16)
-    groups = bulk.Groups()
+    groups = bulk.Groups(Mappings())
     assert [groups.tensor(torch.ones(4)) is None for _ in range(20)] == [True] * 8 + [False] * 12
     assert groups.tensor(shrunk) is None
 

@@ -33,7 +33,7 @@ from rayloader.transport import pickler, raw
 from rayloader.transport.codec import decode, encode, import_modules
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.pickler import Special
-from rayloader.transport.raw import writable_copies
+from rayloader.transport.raw import copied
 
 ROOT = Path(__file__).parents[2]
 STRIDED = list(raw.NAMES)
@@ -43,7 +43,7 @@ def through(obj, **kwargs):
     """There and back, as a reader of read-only memory does it."""
     encoded = encode(obj, **kwargs)
     assert all(b.format == "B" and b.ndim == 1 and b.c_contiguous for b in encoded.buffers)
-    return decode(encoded.skeleton, writable_copies([bytes(b) for b in encoded.buffers]))
+    return decode(encoded.skeleton, [copied(bytes(b)) for b in encoded.buffers])
 
 
 def content(tensor):
@@ -129,7 +129,7 @@ def test_views_of_big_storages_stay_small():
     encoded = encode([big[500_000:500_010], big[500_020:500_030]])
     assert len(encoded.buffers) == 1
     assert encoded.nbytes < 1000
-    got = decode(encoded.skeleton, writable_copies(encoded.buffers))
+    got = decode(encoded.skeleton, [*map(copied, encoded.buffers)])
     assert got[0].tolist() == list(range(500_000, 500_010))
     assert got[1].tolist() == list(range(500_020, 500_030))
 
@@ -228,7 +228,7 @@ def test_modules_come_back_whole():
     module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30))
     encoded = encode(module)
     assert len(encoded.skeleton) < 5000
-    got = decode(encoded.skeleton, writable_copies(encoded.buffers))
+    got = decode(encoded.skeleton, [*map(copied, encoded.buffers)])
     for name, value in module.state_dict().items():
         assert torch.equal(got.state_dict()[name], value)
 
@@ -248,7 +248,7 @@ def test_subclass_with_attributes():
     tensor.classes, tensor.owner = ["a", "b"], [tensor]
     before = Labelled.calls
     encoded = encode([tensor, leaf])
-    got, got_leaf = decode(encoded.skeleton, writable_copies(encoded.buffers))
+    got, got_leaf = decode(encoded.skeleton, [*map(copied, encoded.buffers)])
     assert Labelled.calls == before, "the codec must not run the user's overrides"
     assert encoded.nbytes < 1000
     assert type(got) is Labelled
@@ -312,7 +312,7 @@ def test_exotic_tensors(kind):
     encoded = encode(want)
     assert b"_load_from_bytes" not in encoded.skeleton
     assert bool(encoded.buffers) == (kind != "meta")
-    got = decode(encoded.skeleton, writable_copies(encoded.buffers))
+    got = decode(encoded.skeleton, [*map(copied, encoded.buffers)])
     assert type(got) is type(want)
     assert (got.dtype, got.layout, got.device) == (want.dtype, want.layout, want.device)
     assert (got.is_conj(), got.is_neg(), got.is_quantized) == (False, False, want.is_quantized)
@@ -345,7 +345,7 @@ def test_exotic_tensors_share_with_ordinary_ones():
     z = torch.complex(torch.ones(50), torch.ones(50))
     encoded = encode([z[10:12], z.conj()], mapped=Mappings())
     assert [b.nbytes for b in encoded.buffers] == [z.nbytes]
-    part, conj = decode(encoded.skeleton, writable_copies(encoded.buffers))
+    part, conj = decode(encoded.skeleton, [*map(copied, encoded.buffers)])
     part[0] = 7 + 8j
     assert conj[10] == 7 - 8j
 
@@ -383,7 +383,7 @@ def test_storages():
         warnings.simplefilter("ignore")  # torch calls typed storages deprecated
         encoded = encode([tensor.untyped_storage(), tensor.storage(), tensor[2:4]])
         assert [b.nbytes for b in encoded.buffers] == [40]
-        untyped, typed, view = decode(encoded.skeleton, writable_copies(encoded.buffers))
+        untyped, typed, view = decode(encoded.skeleton, [*map(copied, encoded.buffers)])
         view.fill_(-1)
         assert typed.tolist() == [0, 1, -1, -1, 4, 5, 6, 7, 8, 9]
         assert (type(typed), typed.dtype, untyped.nbytes()) == (torch.TypedStorage, torch.float32, 40)
@@ -649,7 +649,7 @@ def test_memmaps_arrive_as_values(tmp_path):
     source = np.memmap(path, np.float64, "r", shape=(10, 100))
     encoded = encode([source[3], source[:, 5], source.reshape(-1)[:2]])
     assert [b.nbytes for b in encoded.buffers] == [800]
-    row, column, small = decode(encoded.skeleton, writable_copies(encoded.buffers))
+    row, column, small = decode(encoded.skeleton, [*map(copied, encoded.buffers)])
     assert type(row) is np.memmap
     assert row.mode == "r"
     assert row.tolist() == list(range(300, 400))
@@ -716,7 +716,7 @@ def test_buffers_of_any_format_are_taken():
     encoded = encode([torch.arange(4), np.arange(40)])
     given = [np.frombuffer(bytearray(b), np.int64) for b in encoded.buffers]
     assert [t.tolist() for t in decode(encoded.skeleton, given)] == [list(range(4)), list(range(40))]
-    copies = writable_copies([memoryview(g).toreadonly() for g in given] + [memoryview(b"")])
+    copies = [copied(memoryview(g).toreadonly()) for g in (*given, b"")]
     assert [(c.nbytes, c.format, c.readonly) for c in copies] == [(32, "B", False), (320, "B", False), (0, "B", False)]
 
 
@@ -724,7 +724,7 @@ def test_large_copies_are_mapped_and_never_taken_from_the_heap():
     """The heap would keep what a freed batch leaves, and cut small tensors out of it."""
     sizes = [(1 << 20) - 1, 1 << 20, 3 << 20]
     given = [os.urandom(size) for size in sizes]
-    copies = writable_copies(given)
+    copies = [*map(copied, given)]
     owners = [copy.obj.base for copy in copies]  # a tensor, or a view of a mapping
     assert [isinstance(getattr(owner, "obj", None), mmap.mmap) for owner in owners] == [False, True, True]
     assert [bytes(copy) for copy in copies] == given
@@ -744,7 +744,7 @@ def test_read_only_buffers_are_taken_without_a_warning():
 
 def test_wrong_buffers():
     encoded = encode([torch.arange(100), torch.arange(50)])
-    copies = writable_copies(encoded.buffers)
+    copies = [*map(copied, encoded.buffers)]
     with pytest.raises(ValueError, match="2 buffers, got 1"):
         decode(encoded.skeleton, copies[:1])
     with pytest.raises(ValueError, match="buffer 0 must have 800 bytes, got 400"):
@@ -825,7 +825,7 @@ import collections, dataclasses, enum, pickle, subprocess, sys
 import torch
 from cloudpickle import cloudpickle
 from rayloader.transport.codec import decode, encode
-from rayloader.transport.raw import writable_copies
+from rayloader.transport.raw import copied
 
 CHILD = """
 import pickle, sys
@@ -902,7 +902,7 @@ def ask(dataset):
     pickle.dump((encoded.skeleton, [bytearray(b) for b in encoded.buffers]), child.stdin)
     child.stdin.flush()
     skeleton, buffers = pickle.load(child.stdout)
-    return skeleton, buffers, decode(skeleton, writable_copies(buffers))
+    return skeleton, buffers, decode(skeleton, [*map(copied, buffers)])
 
 child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 mine = (Base, Batch, Data, Color, Pair, Dataset)
@@ -936,7 +936,7 @@ skeleton, buffers, _ = ask(Dataset())
 tracker = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
 for key in [k for k, v in tracker.items() if v is Batch]:
     del tracker[key]
-one, two = (decode(skeleton, writable_copies(buffers))[0] for _ in range(2))
+one, two = (decode(skeleton, [*map(copied, buffers)])[0] for _ in range(2))
 assert type(one) is type(two) is not Batch
 assert one.double().tolist() == [0, 2, 4] and isinstance(one, Base)
 child.stdin.close()

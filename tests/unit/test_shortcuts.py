@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from rayloader.replica.image import Image, open_image
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
-from rayloader.transport.raw import writable_copies
+from rayloader.transport.raw import copied
 
 RECORDS = np.array([(1, 2.5, b"ab"), (3, 4.5, b"c")], dtype=[("i", "<i4"), ("f", "<f8"), ("s", "S3")])
 
@@ -187,7 +187,7 @@ def of_torch():
 def test_in_a_batch_it_is_what_torch_delivers(kind, of_torch):
     obj, wanted = KINDS[kind](), of_torch[kind]
     encoded = encode({"it": obj}, known_classes=True)
-    got = described(decode(encoded.skeleton, writable_copies(encoded.buffers))["it"])
+    got = described(decode(encoded.skeleton, [*map(copied, encoded.buffers)])["it"])
     assert isinstance(wanted, Exception) == (kind in TORCH_REFUSES)
     want = described(obj if kind in TORCH_REFUSES else wanted)
     if kind in TORCH_GIVES_OTHER_VALUES:

@@ -14,41 +14,14 @@ from pickle import PickleBuffer
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lines import check_finished, exchange, messages, wait_for
+from lines import HERE, LIMIT_S, exchange, messages, met, new_buffer, plain, serve, wait_for
 from rayloader.transport import tcp_line
 from rayloader.transport.lanes import Recycled
-from rayloader.transport.line import JOINED_BYTES, Line, LineError, Parcel, packed, unpacked
+from rayloader.transport.line import Line, LineError, Parcel, packed, unpacked
 from rayloader.transport.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
-
-HERE = "127.0.0.1"
-LIMIT_S = 30.0
-
-
-def new_buffer(nbytes: int) -> memoryview:
-    return memoryview(bytearray(nbytes))
-
-
-def met(driver: TcpDriverLine) -> Line:
-    """The worker's end of this line, which the driver has let in."""
-    found: list[Line] = []
-    worker = threading.Thread(target=lambda: found.append(connect(driver.address, new_buffer, LIMIT_S)))
-    worker.start()
-    serve(driver, until=lambda: not worker.is_alive())
-    worker.join()
-    serve(driver, until=lambda: driver._socket is not None)
-    return found[0]
-
-
-def serve(driver: TcpDriverLine, until) -> None:
-    """Lets in, or turns away, who connects."""
-    while not until():
-        wait_for(driver, 10)
-        driver.read()
 
 
 @pytest.fixture
@@ -60,34 +33,7 @@ def ends():
     worker.close()
 
 
-def plain(message):
-    return message if isinstance(message, bytes) else (message[0], [bytes(buffer) for buffer in message[1]])
-
-
 # ---- messages, and buffers behind them
-
-SIZES = st.one_of(
-    st.integers(0, 300),
-    st.sampled_from([4095, 4096, 4097, JOINED_BYTES - 1, JOINED_BYTES, JOINED_BYTES + 1, 1 << 18, 3 << 18]),
-)
-MESSAGE = st.tuples(st.booleans(), SIZES, st.lists(SIZES, max_size=4))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(MESSAGE, max_size=20))
-def test_messages_and_buffers_of_any_size_arrive_whole_and_in_order(plan):
-    driver = TcpDriverLine(HERE, new_buffer)
-    worker = met(driver)
-    for down in (True, False):
-        sent = []
-        for number, (goes_down, size, sizes) in enumerate(plan):
-            if goes_down is down:
-                body, fill = bytes([number]) * size, [bytes([number + place]) * n for place, n in enumerate(sizes)]
-                sent.append(Parcel(body, [memoryview(content) for content in fill]) if fill else body)
-        pair = (driver, worker) if down else (worker, driver)
-        assert list(map(plain, exchange(*pair, sent))) == list(map(plain, sent))
-    driver.close()
-    worker.close()
 
 
 def test_more_buffers_than_go_at_once(ends):
@@ -202,15 +148,6 @@ def test_one_thread_reads_while_another_sends(ends):
 # ---- ends
 
 
-def test_finishing_is_heard_and_the_rest_is_still_answered():
-    driver = TcpDriverLine(HERE, new_buffer)
-    driver.send(b"first")
-    driver.finish()
-    worker = met(driver)
-    assert messages(worker, 2) == [b"first"]
-    check_finished(driver, worker)
-
-
 def test_closing_is_hanging_up(ends):
     driver, worker = ends
     worker.send(b"never read")
@@ -222,25 +159,6 @@ def test_closing_is_hanging_up(ends):
     assert worker.hung_up
     worker.send(b"into the void")
     assert not worker.unsent
-    driver.close()
-
-
-@pytest.mark.parametrize("how", ["exits", "is killed"])
-def test_what_a_process_sent_before_it_died_arrives_and_then_the_line_ends(how):
-    driver = TcpDriverLine(HERE, new_buffer)
-    child = os.fork()
-    if not child:
-        worker = connect(driver.address, new_buffer, LIMIT_S)
-        worker.send(Parcel(b"last words", [memoryview(b"x" * 100_000)]))
-        worker.drain()
-        if how == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(0)
-    serve(driver, until=lambda: driver._socket is not None)
-    os.waitpid(child, 0)
-    assert list(map(plain, messages(driver, 2))) == [(b"last words", [b"x" * 100_000])]
-    assert driver.ended
-    assert driver.descriptors == []
     driver.close()
 
 
@@ -295,18 +213,6 @@ def test_a_forked_child_holds_no_connection_open(ends, dies):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_a_forked_child_that_closes_a_line_does_not_end_it(ends):
-    driver, worker = ends
-    child = os.fork()
-    if not child:
-        driver.close()
-        worker.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    driver.send(b"still there")
-    assert messages(worker, 1) == [b"still there"]
 
 
 def test_a_machine_that_gives_no_sign_any_more_is_taken_for_dead(ends, monkeypatch):
@@ -508,23 +414,3 @@ def test_no_descriptor_is_left():
         del driver, worker, found
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("first", ["line", "socket"])
-@pytest.mark.parametrize("connected", [False, True])
-def test_a_line_that_the_collector_finds_ends_without_a_warning(connected, first):
-    """Whichever of the line and its socket comes first."""
-    driver = TcpDriverLine(HERE, new_buffer)
-    worker = met(driver) if connected else None
-    held = driver._socket if connected else driver._listener
-    if first == "line":
-        driver.me = driver
-    else:
-        held.line = driver
-    descriptor = held.fileno()
-    del driver, held
-    gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-    if worker is not None:
-        worker.close()
