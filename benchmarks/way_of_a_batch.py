@@ -37,7 +37,7 @@ from rayloader.epoch.schedule import Schedule
 from rayloader.observe.histogram import pack
 from rayloader.protocol import Answer, Down, Result, ResultKind, Up, carried, result_of
 from rayloader.resume.digest import digest
-from rayloader.resume.draws import drawn
+from rayloader.resume.drawn import drawn
 from rayloader.resume.journal import Journal
 from rayloader.task import Task
 from rayloader.transport import codec

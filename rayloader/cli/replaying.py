@@ -20,7 +20,7 @@ from rayloader.cli.inspecting import Key
 from rayloader.cli.sources import SourceError
 from rayloader.errors import RayloaderError
 from rayloader.loader import DataLoader
-from rayloader.replay.rebuild import Rebuilding, Rebuilt, rebuilt_in_fork
+from rayloader.replay.rebuild import Rebuilt, Reconstruction, rebuilt_in_fork
 from rayloader.resume.state import State
 from rayloader.task import Outcome
 
@@ -82,7 +82,7 @@ def replay(
             _verify(made, states, chosen, log, verify or 0.0, as_json)
             return
         rebuilt, before = _rebuilt(made, states, chosen, step, log)
-        found = _told(rebuilt, chosen, step, before)
+        found = _outcome(rebuilt, chosen, step, before)
         if save is not None:
             torch.save(rebuilt.batch, save)
         if html is not None:
@@ -160,7 +160,7 @@ def _made(name: str, rank: int | None, world: int | None) -> Any:
 
 def _rebuilt(loader: Any, states: list[State], epoch: int, step: int, log: Log | None) -> tuple[Rebuilt, int]:
     """The batch, and how many were built before it."""
-    rebuilding = Rebuilding(loader, states, epoch, step, log)
+    rebuilding = Reconstruction(loader, states, epoch, step, log)
     before = rebuilding.before
     if not before:
         return _built(rebuilding, step), 0
@@ -170,7 +170,7 @@ def _rebuilt(loader: Any, states: list[State], epoch: int, step: int, log: Log |
         return _built(rebuilding, step, lambda built: progress.update(task, completed=built)), before
 
 
-def _built(rebuilding: Rebuilding, step: int, progress: Callable[[int], object] = int) -> Rebuilt:
+def _built(rebuilding: Reconstruction, step: int, progress: Callable[[int], object] = int) -> Rebuilt:
     """The batch; an exception of the dataset's is told without the loader's own lines."""
     try:
         return rebuilding.run(progress)
@@ -182,7 +182,7 @@ def _built(rebuilding: Rebuilding, step: int, progress: Callable[[int], object] 
         ) from None
 
 
-def _told(rebuilt: Rebuilt, epoch: int, step: int, before: int) -> dict[str, Any]:
+def _outcome(rebuilt: Rebuilt, epoch: int, step: int, before: int) -> dict[str, Any]:
     """What is told of the batch, in types that JSON knows."""
     indices = rebuilt.indices.tolist() if isinstance(rebuilt.indices, torch.Tensor) else rebuilt.indices
     plain = isinstance(indices, (list, tuple)) and all(isinstance(one, int) for one in indices)

@@ -99,7 +99,7 @@ class ArrowDataset(_DatasetOfRows):
     def _open(self) -> None:
         self._batches: list[pa.RecordBatch] = []
         for part in self._parts:
-            batches = part.batches() if isinstance(part, _Mapped) else part.to_batches()
+            batches = part.batches() if isinstance(part, _MappedFile) else part.to_batches()
             self._batches += [batch for batch in batches if batch.num_rows]
         self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
@@ -154,7 +154,7 @@ class ArrowDataset(_DatasetOfRows):
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class _MappedFile:
     """An Arrow file that is mapped, in each process that has the dataset."""
 
     path: str
@@ -247,7 +247,7 @@ def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:
     """What a file holds: mapped, or as a table in memory."""
     if _kind(path) != _PARQUET:
         with pa.memory_map(path) as source:
-            mapped = _Mapped(path, source.size(), wanted)
+            mapped = _MappedFile(path, source.size(), wanted)
             region = source.read_buffer()
             source.seek(0)
             first = next((batch for batch in _batches_of(source, path) if batch.num_rows), None)
@@ -256,7 +256,7 @@ def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:
     if cache is None:
         table = pa.Table.from_batches(_to_convert(path, wanted), wanted)
         return table.combine_chunks()
-    return _Mapped(target := _converted(path, wanted, cache), os.stat(target).st_size, wanted)
+    return _MappedFile(target := _converted(path, wanted, cache), os.stat(target).st_size, wanted)
 
 
 def _lies_in(region: pa.Buffer, column: pa.Array) -> bool:

@@ -17,7 +17,7 @@ from rayloader.errors import RayloaderError
 _KEPT_BYTES = 4 * 2**20
 
 
-class _Kept(NamedTuple):
+class _Footer(NamedTuple):
     """A file whose footer was read, and the bytes of the footer."""
 
     file: dataset.ParquetFileFragment
@@ -31,7 +31,7 @@ class Footers:
         self._filesystem = filesystem
         options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
         self._format = dataset.ParquetFileFormat(default_fragment_scan_options=options)
-        self._kept: dict[str, _Kept] = {}  # by path, the one that was used last at the end
+        self._kept: dict[str, _Footer] = {}  # by path, the one that was used last at the end
         self._seen: dict[str, tuple[int | None, int | None]] = {}  # size and time of each file when it was first read
 
     def row_group(self, path: str, number: int) -> dataset.ParquetFileFragment:
@@ -51,7 +51,7 @@ class Footers:
         if kept is None:
             file = self._format.make_fragment(path, self._filesystem, file_size=now.size)
             file.ensure_complete_metadata()
-            kept = _Kept(file, file.metadata.serialized_size)
+            kept = _Footer(file, file.metadata.serialized_size)
         self._kept[path] = kept
         excess = sum(other.nbytes for other in self._kept.values()) - kept.nbytes - _KEPT_BYTES
         while excess > 0:

@@ -272,7 +272,7 @@ class _Files:
         return pieces
 
 
-class _Part(NamedTuple):
+class _Span(NamedTuple):
     """Rows that follow each other in a row group, and the number of the first."""
 
     table: pa.Table
@@ -388,13 +388,13 @@ class _Reading(Iterator[Any]):
         self._pool = pa.concat_tables([*kept, *block]).combine_chunks()
         self._groups, self._rows = self._groups[places], self._rows[places]
 
-    def _block(self) -> list[_Part]:
+    def _block(self) -> list[_Span]:
         """The next rows, none at the end.
 
         With a shuffle buffer they are of so many row groups as make a large block, for each block costs a look at all
         of the buffer; otherwise of one.
         """
-        parts: list[_Part] = []
+        parts: list[_Span] = []
         left = max(_BLOCK, self._stream.shuffle_buffer)
         while left and self._piece < len(self._pieces) and (not parts or self._stream.shuffle_buffer):
             group, first, end = self._pieces[self._piece]
@@ -415,7 +415,7 @@ class _Reading(Iterator[Any]):
             if count > 0:
                 self._row += count
                 left -= count
-                parts.append(_Part(table.slice(begin, count), group, begin))
+                parts.append(_Span(table.slice(begin, count), group, begin))
             else:
                 self._piece, self._row = self._piece + 1, 0
         if not parts:

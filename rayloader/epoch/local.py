@@ -33,7 +33,7 @@ from rayloader.options import Options
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
 from rayloader.resume.digest import chain, digest, digest_of, of_error
-from rayloader.resume.draws import drawn
+from rayloader.resume.drawn import drawn
 from rayloader.resume.samplers import Resuming
 from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import has_state, load_state

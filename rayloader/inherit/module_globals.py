@@ -205,7 +205,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._objects: dict[int, Any] = {}  # what represents the driver's objects here, by their numbers
         self._taken: set[int] = set()  # identities of both
         self._as_imported: list[_Kept] = []  # see NOTE [Imports]
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._threads: set[threading.Thread] = set()  # that do not run the program's code
         self._thread = threading.local()  # `sought`: names; with `imported`: modules that are complete, within others
 
@@ -364,8 +364,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             for path, kind in others.items()
             if described(_Place.at(module, path).value()) != kind
         ]
-        missing = [what for what in missing if (module_name, what) not in self._told]
-        self._told.update((module_name, what) for what in missing)
+        missing = [what for what in missing if (module_name, what) not in self._reported]
+        self._reported.update((module_name, what) for what in missing)
         if missing:
             logger.warning(
                 "rayloader: %s of the module %s differ in the workers from what the program has set, and only plain "

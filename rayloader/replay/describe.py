@@ -19,7 +19,7 @@ import torch
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.random_state import RandomState
 from rayloader.resume.checkpoint import fits_any_ranks, fits_any_workers
-from rayloader.resume.state import VERSION, Process, SavedWorker, State, Stream, tasks_in
+from rayloader.resume.state import VERSION, LocalState, SavedWorker, State, Stream, tasks_in
 
 _MISSING = "-"
 _MOST_TOLD = 4  # texts of one heading
@@ -208,7 +208,7 @@ def _samplers(state: State) -> list[dict[str, Any]]:
     return found
 
 
-def _process(process: Process | None) -> dict[str, Any]:
+def _process(process: LocalState | None) -> dict[str, Any]:
     if process is None:
         return {}
     return {"generators": _random(process.random), "state": _opaque(process.dataset)}

@@ -83,7 +83,7 @@ class _Plan(NamedTuple):
     worker_id: int | None = None
 
 
-class Rebuilding:
+class Reconstruction:
     """A batch that is to be built again, in this process: samplers and generators of the program are moved.
 
     Args:
@@ -192,7 +192,7 @@ def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int,
 
     Raises:
         RayloaderError: the fork has died.
-        Exception: as `Rebuilding` does.
+        Exception: as `Reconstruction` does.
     """
     if multiprocessing.current_process().daemon:
         raise RayloaderError(
@@ -235,7 +235,7 @@ def _send(connection: Any, *arguments: Any) -> None:
     torch.set_num_threads(1)  # the threads of the program are not here
     pickler.note_fork()
     try:
-        encoded = codec.encode((None, *Rebuilding(*arguments).run()), known_classes=True)
+        encoded = codec.encode((None, *Reconstruction(*arguments).run()), known_classes=True)
     except Exception as error:
         try:
             encoded = codec.encode((error,), known_classes=True)

@@ -29,7 +29,7 @@ from rayloader.resume.state import (
     VERSIONS,
     EpochBegin,
     Fits,
-    Process,
+    LocalState,
     SavedPlace,
     SavedWorker,
     Start,
@@ -413,16 +413,16 @@ def _check_generators(loader: Any, random: RandomState) -> None:
         )
 
 
-def capture(loader: Any) -> Process:
+def capture(loader: Any) -> LocalState:
     """The generators, global ones and the dataset's, and the dataset's own state.
 
     Raises:
         StateError: the dataset's state could not be saved.
     """
-    return Process(capture_random(loader), told_by(loader.dataset))
+    return LocalState(capture_random(loader), told_by(loader.dataset))
 
 
-def restore(loader: Any, saved: Process) -> None:
+def restore(loader: Any, saved: LocalState) -> None:
     """Restores them.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from rayloader import fetching
 from rayloader.errors import StateError
-from rayloader.resume.draws import Drawn, drawn
+from rayloader.resume.drawn import Drawn, drawn
 from rayloader.resume.journal import Journal
 from rayloader.resume.ranks import Stage
 from rayloader.resume.samplers import Samplers

@@ -44,7 +44,7 @@ from rayloader.namespaces import functions_of, is_a, names_in, namespace_of
 from rayloader.random.generator_kinds import KINDS, distinct, suit
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
-from rayloader.resume.draws import drawn
+from rayloader.resume.drawn import drawn
 from rayloader.resume.ranks import Shard, Stage, chain_of, in_batches, order_of, part_of, share
 from rayloader.resume.snapshot import dump_state, has_state
 from rayloader.resume.state import Moment, OwnState, SamplerState
@@ -326,13 +326,13 @@ class Samplers:
 
     def own_state(self) -> OwnState:
         """The sampler's own state."""
-        return _NO_STATE if self._stateful is None else OwnState(**_told(self._stateful, "sampler"))
+        return _NO_STATE if self._stateful is None else OwnState(**_own_state(self._stateful, "sampler"))
 
     def with_iterator(self, own: OwnState, iterator: Any) -> OwnState:
         """That state, and the one of its iterator if that is another object."""
         if iterator is self._stateful or not has_state(iterator):
             return own
-        return own._replace(**_told(iterator, "iterator"))
+        return own._replace(**_own_state(iterator, "iterator"))
 
     def load(self, state: bytes | None) -> None:
         """Loads the sampler's own state."""
@@ -375,7 +375,7 @@ def note_first_attributes(loader: Any) -> None:
         _first_attributes(sampler)
 
 
-def _told(obj: Any, name: str) -> dict[str, Any]:
+def _own_state(obj: Any, name: str) -> dict[str, Any]:
     try:
         return {name: dump_state(obj)}
     except Exception:  # the user's state_dict() may raise anything, and its result may be impossible to copy

@@ -32,7 +32,7 @@ from rayloader import plain_state
 from rayloader.errors import StateError
 from rayloader.plain_state import bytes_of, text_of
 from rayloader.random.random_state import RandomState
-from rayloader.resume.draws import Drawn
+from rayloader.resume.drawn import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
 from rayloader.resume.skips import Step
@@ -112,13 +112,13 @@ class SamplerState(NamedTuple):
     asked: bool
 
 
-class Process(NamedTuple):
+class LocalState(NamedTuple):
     """Of a loader without workers: all generators of the program and of the dataset, and the dataset's own state."""
 
     random: RandomState
     dataset: bytes | None
 
-    def equals(self, other: Process) -> bool:
+    def equals(self, other: LocalState) -> bool:
         """Whether both are the same."""
         return self.dataset == other.dataset and self.random.equals(other.random)
 
@@ -313,7 +313,7 @@ class State(NamedTuple):
     fits: Fits
     now: RandomState
     sampler: SamplerState
-    process: Process | None
+    process: LocalState | None
     position: SavedPlace | None
     epoch: int
     skip_steps: tuple[Step, ...]
@@ -365,7 +365,7 @@ class State(NamedTuple):
             "fits": part("fits", self.fits, _FITS.pack, operator.eq),
             "now": part("now", self.now, RandomState.pack, RandomState.equals),
             "sampler": part("sampler", self.sampler, _SAMPLER.pack),
-            "process": None if process is None else part("process", process, _PROCESS.pack, Process.equals),
+            "process": None if process is None else part("process", process, _PROCESS.pack, LocalState.equals),
             "position": None if self.position is None else _packed_place(self.position, parts),
             "epoch": self.epoch,
             "skip_steps": self.skip_steps,
@@ -506,7 +506,7 @@ _STAGES = _each(_Form(lambda stage: _tuples(stage.taken), lambda taken: Stage(_t
 _FITS = _record(Fits)
 _MOMENT = _record(Moment, random=_RANDOM, attributes=_ATTRIBUTES)
 _SAMPLER = _record(SamplerState, own=_OBJECT, attributes=_ATTRIBUTES, progress=_Form(_tuples, _tuples))
-_PROCESS = _record(Process, random=_RANDOM, dataset=_OBJECT)
+_PROCESS = _record(LocalState, random=_RANDOM, dataset=_OBJECT)
 _START = _record(
     Start,
     moment=_MOMENT,

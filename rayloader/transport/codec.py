@@ -384,7 +384,7 @@ def _skeleton(kind: int, names: tuple[str, ...], specs: tuple[_Spec | None, ...]
     return bytes([PLAIN]) + pickle.dumps((kind, names, plain), PROTOCOL)
 
 
-class _Part(NamedTuple):
+class _TensorPlan(NamedTuple):
     """How to create a tensor."""
 
     nbytes: int
@@ -395,15 +395,15 @@ class _Part(NamedTuple):
 
 
 @functools.lru_cache(_CACHED)
-def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], list[int], tuple[_Part, ...]]:
+def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], list[int], tuple[_TensorPlan, ...]]:
     """Kind and names of a plain batch, the places of values in it, and its tensors."""
     kind, names, specs = pickle.loads(memoryview(skeleton)[1:])
     places = [place for place, spec in enumerate(specs) if spec is None]
     return _KINDS[kind], names, places, tuple(_part(*spec) for spec in specs if spec is not None)
 
 
-def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> _Part:
+def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> _TensorPlan:
     dtype = DTYPES[name]
     steps = [math.prod(size[axis + 1 :]) for axis in range(len(size))]  # of a new array
     as_array = list(stride) == steps and len(size) <= _MOST_DIMENSIONS
-    return _Part(nbytes, NUMPYS.get(dtype) if as_array else None, dtype, size, stride)
+    return _TensorPlan(nbytes, NUMPYS.get(dtype) if as_array else None, dtype, size, stride)

@@ -230,7 +230,7 @@ class ForkCalls(LineCalls):
         self._fork = fork
         # What it is told as it is forked, so that the driver need not accept its connection first; None: it was forked.
         self._early: list[bytes] | None = []
-        self._told: FileAddress | None = None  # that the fork was told
+        self._arena: FileAddress | None = None  # that the fork was told
         self._starts: deque[Started] = deque()  # not answered, oldest first
 
     @override
@@ -266,9 +266,9 @@ class ForkCalls(LineCalls):
 
     @override
     def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
-        lent, room = self.process.lane.lend(self._told) or (None, None)
+        lent, room = self.process.lane.lend(self._arena) or (None, None)
         if lent is not None:
-            self._told = lent.arena.address
+            self._arena = lent.arena.address
         return lent, room
 
     @override

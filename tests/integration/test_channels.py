@@ -21,7 +21,7 @@ from inside import held_by_mailbox, taken_from
 from latches import Gate, Mail
 from rayloader import DataLoader
 from rayloader.protocol import Answer, ResultKind, Up, carried, result_of
-from rayloader.resume.draws import drawn
+from rayloader.resume.drawn import drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.start import session

@@ -193,7 +193,7 @@ def test_a_state_of_eight_workers_suits_a_loader_of_one():
 
 def test_the_nearest_state_counts(monkeypatch):
     run = run_of(epochs=1)
-    built_before = [rebuild.Rebuilding(again(), loaded(run.states[:count]), 0, 9).before for count in (1, 2, 3)]
+    built_before = [rebuild.Reconstruction(again(), loaded(run.states[:count]), 0, 9).before for count in (1, 2, 3)]
     assert built_before == sorted(built_before, reverse=True)
     assert built_before[0] > built_before[2]
 
@@ -202,7 +202,7 @@ def test_a_batch_seeded_by_itself_is_built_at_once(monkeypatch):
     monkeypatch.setattr(checkpoint, "held_in", lambda _: [])  # modules of other tests hold generators
     run = run_of(seeding="batch", epochs=1)
     for state in run.states[:3]:
-        rebuilding = rebuild.Rebuilding(again(seeding="batch"), loaded([state]), 0, 8)
+        rebuilding = rebuild.Reconstruction(again(seeding="batch"), loaded([state]), 0, 8)
         assert rebuilding.before == 0
         assert same(rebuilding.run().batch, run.epochs[0][8])
 
@@ -580,7 +580,7 @@ def test_building_again_writes_to_no_log(tmp_path):
     before = path.read_bytes()
     loader = again(provenance=path)
     loader.batch_at(0, 4)
-    rebuild.Rebuilding(loader, loaded(provenance.read(path).states_of(0)), 0, 4).run()
+    rebuild.Reconstruction(loader, loaded(provenance.read(path).states_of(0)), 0, 4).run()
     assert path.read_bytes() == before
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayloader.resume.draws import Drawn
+from rayloader.resume.drawn import Drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task

@@ -96,7 +96,7 @@ OTHERS = {
 def test_what_cannot_travel_is_said_by_name_once(module, described, caplog, monkeypatch):
     value = OTHERS[described]
     module.VALUE, module.NOTHING = 2, value
-    monkeypatch.setattr("rayloader.inherit.module_globals._finder._told", set())
+    monkeypatch.setattr("rayloader.inherit.module_globals._finder._reported", set())
     state = ModuleGlobals.capture()
     with caplog.at_level(logging.WARNING, "rayloader"):
         new = in_a_worker(state)
@@ -288,7 +288,7 @@ def test_attributes_of_classes_are_as_the_program_has_set_them(tmp_path, module,
 def test_what_a_class_holds_that_cannot_travel_is_said_by_name(tmp_path, module, caplog, monkeypatch):
     (tmp_path / "own_settings.py").write_text(CLASSES)
     module = importlib.reload(module)
-    monkeypatch.setattr("rayloader.inherit.module_globals._finder._told", set())
+    monkeypatch.setattr("rayloader.inherit.module_globals._finder._reported", set())
     module.Settings.size = torch.ones(1)
     type.__setattr__(module.Config, "method", some_function)
     type.__setattr__(module.Config, "double", property(some_function))
@@ -302,7 +302,7 @@ def test_what_a_class_holds_that_cannot_travel_is_said_by_name(tmp_path, module,
 def test_a_class_that_a_worker_does_not_have_is_said_by_name(tmp_path, module, caplog, monkeypatch):
     (tmp_path / "own_settings.py").write_text(CLASSES)
     module = importlib.reload(module)
-    monkeypatch.setattr("rayloader.inherit.module_globals._finder._told", set())
+    monkeypatch.setattr("rayloader.inherit.module_globals._finder._reported", set())
     state = ModuleGlobals.capture()
     (tmp_path / "own_settings.py").write_text(
         CLASSES.replace("class Settings", "Settings = None\n\nclass Other", 1)
@@ -431,7 +431,7 @@ class OwnGenerator(random.Random):
 
 
 def test_a_generator_that_only_the_program_can_make_is_said_by_name(drawing, caplog, monkeypatch):
-    monkeypatch.setattr("rayloader.inherit.module_globals._finder._told", set())
+    monkeypatch.setattr("rayloader.inherit.module_globals._finder._reported", set())
     drawing.PLACES = [OwnGenerator(1)]
     new = in_a_worker(ModuleGlobals.capture())
     assert new.PLACES == {}

@@ -10,17 +10,17 @@ import torch
 
 from rayloader import StateError
 from rayloader.random.random_state import RandomState
-from rayloader.resume.draws import Drawn
+from rayloader.resume.drawn import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
 from rayloader.resume.snapshot import WorkerState
 from rayloader.resume.state import (
     EpochBegin,
     Fits,
+    LocalState,
     Moment,
     OwnState,
     Parts,
-    Process,
     SamplerState,
     SavedPlace,
     SavedWorker,
@@ -60,7 +60,7 @@ def state():
         fits=Fits(4, False, "worker", "static", True, "map", 10, "RandomSampler", 2, 1),
         now=RandomState.capture([]),
         sampler=SamplerState(OWN, ({"epoch": 3},), (("epoch",), ()), True, True),
-        process=Process(RandomState.capture([]), OWN),
+        process=LocalState(RandomState.capture([]), OWN),
         position=SavedPlace(
             EpochBegin(1, None, 2, starts, stages),
             Stream(RandomState.capture([]), OWN, 3, True),
