@@ -30,6 +30,7 @@ EXIT_LIMIT = 20.0  # seconds for threads and actors to end after a test; on expi
 OUR_ACTOR = re.compile(r"ray::(WorkerProcess\b|(.*:)?Producer\b|rayloader:)")  # how Ray titles processes of rayloader
 
 _keepers = []
+_files = None  # what `our_files` gave after the last test, unless more may be open or mapped by now
 
 
 def pytest_addoption(parser):
@@ -106,7 +107,7 @@ def nothing_left():
     that started Ray lives. The thread of the workers' output runs while there is a pool, that of the janitor once there
     was a worker.
     """
-    threads, files, actors = our_threads(), our_files(), pool_pids()
+    threads, files, actors = our_threads(), our_files() if _files is None else _files, pool_pids()
     yield
     if "rayloader" not in sys.modules:
         return
@@ -114,6 +115,13 @@ def nothing_left():
     check_files(files)
     if "rayloader.workers.pool" in sys.modules:
         check_actors(allowed=lambda: pool_pids() if _keepers else pool_pids() & actors)
+
+
+def pytest_fixture_setup(fixturedef):
+    """What a fixture opens that outlives a test is there before the next one."""
+    global _files
+    if fixturedef.scope != "function":
+        _files = None
 
 
 def our_threads():
@@ -137,15 +145,18 @@ def check_threads(before):
 
 def check_files(before):
     """Waits for what finalizers have left to the janitor: actors that stop, or are killed, give up their files then."""
+    global _files
+    _files = None
     deadline = time.monotonic() + EXIT_LIMIT
     waited = False
-    while left := our_files() - before:
+    while left := (now := our_files()) - before:
         assert time.monotonic() < deadline, f"memory files left open or mapped: {sorted(left)}\n{holders()}"
         if waited:
             gc.collect()  # a batch in a cycle lets go of its memory when it is collected
         if (pool := pool_if_any()) is not None:
             pool.wait()
         waited = True
+    _files = now
 
 
 def holders():

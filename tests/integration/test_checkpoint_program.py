@@ -386,9 +386,9 @@ def test_samplers_of_torchdata(batched):
         given = {"batch_sampler": stateful.BatchSampler(sampler, 3, False)} if batched else {"sampler": sampler}
         return {"dataset": data.Augmented(), **given}
 
-    epochs, points = data.run(make(arguments, 2))
+    epochs, points = data.run(make(arguments, 2), slice(0, None, 3))
     assert [len(epoch) for epoch in epochs] == [8, 8, 8]
-    for point in points[::3]:
+    for point in points:
         data.check(epochs, point, make(arguments, 2, seed=2))
 
 

@@ -27,6 +27,16 @@ pytestmark = [
 ]
 ROWS = 400
 KINDS = ["fork", "ray"]
+SOURCES = ["table", "mapped", "parquet"]
+
+
+def by_turns(first, second):
+    """All pairs in a full run of the tests; a sample has each of the second, with one of the first."""
+    return [
+        pytest.param(one, other, marks=() if place == number % len(first) else pytest.mark.full)
+        for number, other in enumerate(second)
+        for place, one in enumerate(first)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +106,14 @@ def arrow_file(table, tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=["mapped", "in memory"])
-def dataset(request, arrow_file, folder):
-    """With all kinds of columns."""
-    return ArrowDataset(arrow_file if request.param == "mapped" else folder, decode={"image": first_pixel})
+@pytest.fixture
+def dataset(request, table, arrow_file, folder):
+    """From each kind of source, with all kinds of columns."""
+    source = {"table": table, "mapped": arrow_file, "parquet": folder}[request.param]
+    return ArrowDataset(source, decode={"image": first_pixel})
 
 
-@pytest.mark.parametrize("workers", [None, *KINDS])
+@pytest.mark.parametrize(("workers", "dataset"), by_turns([None, *KINDS], SOURCES), indirect=["dataset"])
 def test_batches_are_those_of_torchs_loader_to_the_bit(dataset, workers, table):
     def load(kind, **options):
         torch.manual_seed(3)
@@ -129,7 +140,7 @@ def as_samples(rows):
     return torch.utils.data.default_collate(rows)
 
 
-@pytest.mark.parametrize("workers", KINDS)
+@pytest.mark.parametrize(("workers", "dataset"), by_turns(KINDS, SOURCES), indirect=["dataset"])
 def test_a_collate_fn_sees_rows(dataset, workers):
     expected = taken(TorchDataLoader(dataset, 16, collate_fn=as_samples))
     assert taken(ours(dataset, workers, collate_fn=as_samples)) == expected
@@ -140,7 +151,7 @@ def test_a_collate_fn_sees_rows(dataset, workers):
     assert plain(torch.utils.data.default_collate(lists[1])["tokens"]) == plain([torch.arange(2), torch.arange(3)])
 
 
-@pytest.mark.parametrize("workers", KINDS)
+@pytest.mark.parametrize(("workers", "dataset"), by_turns(KINDS, SOURCES), indirect=["dataset"])
 def test_single_rows(dataset, workers):
     rows = list(ours(dataset, workers, batch_size=None))
     assert [row["i"].item() for row in rows] == list(range(ROWS))
@@ -166,7 +177,7 @@ def test_other_forms(table, workers):
     assert taken(loader) == taken(TorchDataLoader(ArrowDataset(table, columns=["i", "v"]), 16))
 
 
-@pytest.mark.parametrize("workers", KINDS)
+@pytest.mark.parametrize(("workers", "dataset"), by_turns(KINDS, SOURCES), indirect=["dataset"])
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_worker_changes_no_batch_of_a_dataset(dataset, workers, persistent):
     def load():
@@ -182,9 +193,9 @@ def test_a_killed_worker_changes_no_batch_of_a_dataset(dataset, workers, persist
     assert [found + taken(iterator), taken(loader)] == expected
 
 
-def pages(rows):
-    """How often this process has mapped the file, and how many kB of it are its own, because it has written there."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
+def resident(rows):
+    """How often the file is mapped in this process, and the KiB of it that are a copy of the process's own."""
+    lines = Path("/proc/self/smaps").read_text().split("\n")
     found = [lines[n + 1 :] for n, line in enumerate(lines) if line.endswith("large.arrow")]
     written = [next(line for line in part if line.startswith("Private_Dirty:")) for part in found]
     return torch.tensor([len(found), sum(int(line.split()[1]) for line in written)])
@@ -194,7 +205,8 @@ def pages(rows):
 def test_workers_map_the_file_and_have_no_copy(workers, tmp_path):
     path = tmp_path / "large.arrow"
     pyarrow.feather.write_feather(pa.table({"x": np.random.rand(20_000, 1)[:, 0]}), path, "uncompressed")
-    *_, (mapped, private) = ours(ArrowDataset(path), workers, 512, collate_fn=pages)
+    for batch in ours(ArrowDataset(path), workers, 512, collate_fn=resident):
+        mapped, private = batch.tolist()
     assert mapped >= 1
     assert private == 0
 
@@ -210,8 +222,7 @@ def sized(stream):
     return 10 if stream.batch_size is None else None
 
 
-@pytest.mark.parametrize("arguments", STREAMS)
-@pytest.mark.parametrize("workers", [None, *KINDS])
+@pytest.mark.parametrize(("workers", "arguments"), by_turns([None, *KINDS], STREAMS))
 def test_streams_are_those_of_torchs_loader_to_the_bit(folder, arguments, workers):
     def load(kind, **options):
         stream = ParquetStream(folder, decode={"image": first_pixel}, **arguments)
@@ -240,8 +251,7 @@ def test_each_epoch_has_another_order_that_is_the_same_everywhere(folder, worker
     assert numbers(TorchDataLoader(stream, 16, num_workers=0 if workers is None else 2)) == epochs[2]
 
 
-@pytest.mark.parametrize("arguments", STREAMS)
-@pytest.mark.parametrize("workers", KINDS)
+@pytest.mark.parametrize(("workers", "arguments"), by_turns(KINDS, STREAMS))
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_worker_changes_nothing(folder, arguments, workers, persistent):
     stream = ParquetStream(folder, **arguments)
@@ -254,9 +264,10 @@ def test_a_killed_worker_changes_nothing(folder, arguments, workers, persistent)
     assert taken(loader) == expected
 
 
-@pytest.mark.parametrize("arguments", STREAMS)
-@pytest.mark.parametrize(("workers", "again"), [(None, None), ("fork", 2), ("fork", 1), ("ray", 2)])
-def test_a_state_in_the_middle_of_an_epoch_continues_it(folder, arguments, workers, again):
+@pytest.mark.parametrize(("arguments", "way"), by_turns(STREAMS, [(None, None), *itertools.product(KINDS, (2, 1))]))
+def test_a_state_in_the_middle_of_an_epoch_continues_it(folder, arguments, way):
+    workers, again = way
+
     def load(num_workers=2):
         stream = ParquetStream(folder, **arguments)
         return ours(stream, workers, sized(stream), num_workers=num_workers)

@@ -78,9 +78,9 @@ def elsewhere(arguments, **options):
 @pytest.mark.parametrize("seeding", ["worker", pytest.param("batch", marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", LOCAL)
 def test_from_every_point_the_batches_are_those_of_the_undisturbed_run(case, seeding, which):
-    epochs, points = run(make(LOCAL[case], 0, seeding=seeding))
+    epochs, points = run(make(LOCAL[case], 0, seeding=seeding), which)
     assert epochs[0]
-    for point in points[which]:
+    for point in points:
         check(epochs, point, elsewhere(LOCAL[case], seeding=seeding))
 
 
@@ -90,9 +90,9 @@ def test_samplers_go_on(name, which):
     def arguments(seed):
         return lambda: {"dataset": data.Augmented(), **SAMPLERS[name](seed)}
 
-    epochs, points = run(make(arguments(1), 0))
+    epochs, points = run(make(arguments(1), 0), which)
     assert epochs[0]
-    for point in points[which]:
+    for point in points:
         check(epochs, point, elsewhere(arguments(2)))
 
 
@@ -133,9 +133,9 @@ class Saving:
 @pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.full) for step in (1, 2, 5, 7))])
 @pytest.mark.parametrize("case", ["augmented", "own generators", "stateful map", "shuffled stream", "own iterator"])
 def test_a_chain_of_resumed_runs_is_the_undisturbed_run(case, step):
-    epochs, points = run(make(LOCAL[case], 0))
+    epochs, (start,) = run(make(LOCAL[case], 0), slice(1))
     expected = [batch for epoch in epochs for batch in epoch]
-    found, saved = [], points[0].saved
+    found, saved = [], start.saved
     for _ in range(len(expected) // step):
         loader = elsewhere(LOCAL[case])
         loader.load_state_dict(read(saved))
@@ -227,10 +227,10 @@ def test_with_a_seed_for_each_batch_workers_make_no_difference(ray_session, num_
     def loader(count, seed=1):
         return make(lambda: {"dataset": data.Noise(), "shuffle": True}, count, seed=seed, seeding="batch")
 
-    epochs, points = run(loader(0))
-    theirs, their_points = run(loader(num_workers))
+    epochs, points = run(loader(0), slice(0, None, 7))
+    theirs, their_points = run(loader(num_workers), slice(0, None, 7))
     assert theirs == epochs
-    for mine, their in list(zip(points, their_points, strict=True))[::4]:
+    for mine, their in zip(points, their_points, strict=True):
         check(epochs, mine, loader(num_workers, seed=2))
         check(epochs, their, loader(0, seed=2))
 

@@ -14,6 +14,7 @@ import importlib.metadata
 import io
 import logging
 import mmap
+import multiprocessing
 import os
 import pickle
 import random
@@ -791,45 +792,59 @@ def test_threads_of_a_fork_that_take_the_lock_at_once_exclude_each_other(monkeyp
     assert in_fork(work) == 0
 
 
-def test_copies_in_other_processes_read_the_same_samples(tmp_path):
+@pytest.fixture(scope="module")
+def processes():
+    """Processes that have imported the library and have nothing of this one: forks of one that is started for them."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["rayloader.data.cached"])
+    return found
+
+
+def begin(processes, *lines):
+    """A process that runs these lines, and this end of the pipe which is its `pipe`."""
+    mine, pipe = processes.Pipe()
+    text = "\n".join(["import pickle", "from rayloader import CachedDataset", *lines])
+    process = processes.Process(target=exec, args=(text, {"pipe": pipe}))
+    process.start()
+    pipe.close()
+    return process, mine
+
+
+def run(processes, *lines):
+    process, pipe = begin(processes, *lines)
+    process.join(HANG_LIMIT)
+    assert process.exitcode == 0
+    pipe.close()
+
+
+def test_copies_in_other_processes_read_the_same_samples(processes):
     kept = cached(torch.arange(10))
     assert [int(kept[i]) for i in range(10)] == list(range(10))
-    run(f"kept = pickle.loads({pickle.dumps(kept)!r}); assert kept[3] == 3; assert kept.stats().built == 10")
+    run(processes, f"kept = pickle.loads({pickle.dumps(kept)!r}); assert kept[3] == 3; assert kept.stats().built == 10")
     assert kept.stats().hits == 1
 
 
-def program(*lines):
-    return [sys.executable, "-c", "\n".join(["import pickle, sys", "from rayloader import CachedDataset", *lines])]
-
-
-def run(*lines):
-    subprocess.run(program(*lines), check=True, timeout=HANG_LIMIT)
-
-
-def test_the_processes_of_another_node_share_a_file_of_their_own():
+def test_the_processes_of_another_node_share_a_file_of_their_own(processes):
     kept = cached(torch.arange(10))
     kept[3]
     there = dataclasses.replace(kept._place._address, name="rayloader-cache-of-another-node", machine="another one")
     made = f"kept = CachedDataset(*pickle.loads({pickle.dumps((kept.dataset, module._InMemory(there), 10, 1000))!r}))"
-    first = subprocess.Popen(
-        program(
-            made,
-            "assert [int(kept[i]) for i in range(10)] == list(range(10))",
-            "assert pickle.loads(pickle.dumps(kept)).stats().present == 10",
-            "print('ready', flush=True)",
-            "sys.stdin.read()",
-        ),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+    first, pipe = begin(
+        processes,
+        made,
+        "assert [int(kept[i]) for i in range(10)] == list(range(10))",
+        "assert pickle.loads(pickle.dumps(kept)).stats().present == 10",
+        "pipe.send('ready')",
+        "assert pipe.recv() == 'end'",
     )
-    try:
-        assert first.stdout.readline() == b"ready\n"
-        run(made, "assert kept[3] == 3 and kept.stats().present == kept.stats().built == 10, kept.stats()")
-    finally:
-        first.communicate(timeout=HANG_LIMIT)
-    assert first.returncode == 0
+    assert pipe.recv() == "ready"
+    run(processes, made, "assert kept[3] == 3 and kept.stats().present == kept.stats().built == 10, kept.stats()")
+    pipe.send("end")
+    first.join(HANG_LIMIT)
+    assert first.exitcode == 0
+    pipe.close()
     assert kept.stats().present == 1
-    assert module._found("rayloader-cache-of-") is None  # it has ended with its last process
+    run(processes, made, "assert kept.stats().present == 0")  # it has ended with its last process
 
 
 def test_a_name_that_a_fork_keeps_stops_nobody(monkeypatch):

@@ -366,8 +366,9 @@ READERS = [
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("arguments", READERS)
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.full)])
 def test_resuming_reads_no_row_group_before_the_position_but_those_of_rows_that_were_not_given(
-    folder, arguments, count, monkeypatch
+    folder, arguments, count, step, monkeypatch
 ):
     loaded = noted_loads(monkeypatch)
     with Reader((count - 1, count)).reads():
@@ -375,7 +376,7 @@ def test_resuming_reads_no_row_group_before_the_position_but_those_of_rows_that_
         pieces = [group for group, _, _ in iterator._pieces]
         # To the end first: while an iterator lives, its thread loads the next row group at any time.
         states = [iterator.state_dict() for _ in iter(lambda: next(iterator, None), None)]
-        for state in states[::3]:
+        for state in states[::step]:
             resumed = iter(ParquetStream(folder, **arguments))
             loaded.clear()
             resumed.load_state_dict(state)
