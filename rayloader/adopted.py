@@ -180,7 +180,14 @@ class _Constructor:
 
 
 def _construct(init: Callable[[Any], None], iterator: Any, is_torchs: bool, loader: Any) -> None:
-    """An iterator of torch's own class, or of one that derives from it and may do anything, is made of a loader."""
+    """The constructor of an iterator over a loader: ours where that is possible, otherwise torch's, and a warning.
+
+    Args:
+        init: torch's constructor.
+        iterator: that is made.
+        is_torchs: whether it is of torch's own class. A class that derives from it may do anything, and keeps it.
+        loader: that is iterated.
+    """
     adopted = _adopted(loader)
     reason = None
     if adopted is not None and is_torchs:

@@ -71,11 +71,16 @@ class Waker:
 
     It is closed with the last reference to it, or when the garbage collector finds it in a cycle. A finalizer in the
     same cycle may still use it afterwards: a ring after that does nothing.
+
+    Args:
+        later: does what is left to do at its end, in the thread that may still ring then; None: it is done at once.
     """
 
     descriptor = _in = -1  # also for `__del__`, if an interrupt came before the constructor's end
+    _later: Callable[[Callable[[], object]], object] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
+        self._later = later
         self.descriptor, self._in = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._in, False)
@@ -93,9 +98,16 @@ class Waker:
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         descriptors, self.descriptor, self._in = (self.descriptor, self._in), -1, -1
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                close(descriptor)
+
+        def end() -> None:
+            for descriptor in descriptors:
+                if descriptor >= 0:
+                    close(descriptor)
+
+        if self._later is None:
+            end()
+        else:
+            self._later(end)
 
 
 class DaemonThread(threading.Thread):

@@ -126,7 +126,7 @@ def _look() -> None:
         if (ref := _not_own.get(name)) is not None and ref() is module:
             continue
         file = namespace_of(module).get("__file__")
-        if name in _MAIN or _is_own(name, file):
+        if _is_own(name, file) or (name in _MAIN and issubclass(type(module), types.ModuleType)):
             own.append((name, weakref.ref(module)))
         elif isinstance(file, str):
             _not_own[name] = weakref.ref(module)

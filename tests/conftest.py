@@ -69,13 +69,13 @@ def ray_session(keepers):
     from torch.utils.data import TensorDataset
 
     import rayloader.start.session
-    import rayloader.workers.fleet
+    import rayloader.workers.actors
     import rayloader.workers.pool
     from rayloader import DataLoader, shutdown
 
     rayloader.workers.pool.GRACE_S = 0.0
     # What the log holds is not to depend on how fast the machine is.
-    rayloader.start.session.START_NOTICE_S = rayloader.workers.fleet.NOTICE_S = math.inf
+    rayloader.start.session.START_NOTICE_S = rayloader.workers.actors.NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3, workers="ray")

@@ -118,7 +118,7 @@ def _ray(num_workers: int) -> Check:
         from rayloader.start import session
 
         how = "started here" if session.started_here() else "joined the one that runs"
-        return f"{how}, and has given a batch"
+        return f"{how}; the first batch came"
 
     return _tried("Ray", load, "the text above says what to do; Ray's log says more")
 

@@ -68,14 +68,14 @@ def fleet_for(
     accelerator: Accelerator | None,
     lock: RLock,
 ) -> Fleet:
-    """The processes for an iterator's workers, which are not told yet which workers they are.
+    """The processes for an iterator's workers; `Fleet.begin` will tell each which worker it is.
 
     Args:
-        loader: that is iterated.
+        loader: the one that is iterated.
         replica: what the workers get.
-        options: of the loader.
-        num_workers: of the stream.
-        num_processes: that host them, if these can host several.
+        options: those of the loader.
+        num_workers: how many workers the stream has.
+        num_processes: how many processes host them, where one can host several.
         accelerator: for which the memory of batches is page-locked.
         lock: guards the workers' journals.
     """

@@ -42,8 +42,18 @@ _CODE = ATOMS | {types.FunctionType, staticmethod, classmethod, property, functo
 _CODE |= {types.MemberDescriptorType, types.GetSetDescriptorType, type(functools.lru_cache(len))}
 _SEQUENCES = list, tuple, collections.deque
 _ENDS = (types.ModuleType, torch.Tensor, np.ndarray, *KINDS)
-# What a loader of the program's keeps of its epochs: many objects, and no generators of the program's.
-_BOOKKEEPING = "rayloader.epoch.", "rayloader.observe.", "rayloader.resume.", "rayloader.workers."
+# What a loader of the program's, or its iterator, notes of its epochs: many objects, which no generator is reached from
+# that the dataset, `collate_fn` and the samplers do not hold.
+_BOOKKEEPING = (
+    "rayloader.epoch.draws",
+    "rayloader.epoch.engine",
+    "rayloader.epoch.schedule",
+    "rayloader.observe.",
+    "rayloader.resume.journal",
+    "rayloader.resume.position",
+    "rayloader.task",
+    "rayloader.workers.",
+)
 # What objects of Python's own kinds hold beside their attributes.
 _HELD = {
     types.FunctionType: ("__closure__", "__defaults__", "__kwdefaults__"),

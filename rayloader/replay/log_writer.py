@@ -50,7 +50,7 @@ SECONDS = 1.0  # after the last write, what is there is written with the next ro
 _MOST_COUNTED = 2**15 - 1  # by columns of 16 bits
 _Indices = tuple[bytes | None, bytes | None]  # whole numbers; others, pickled
 _NONE: _Indices = (None, None)  # there are none, or they cannot be pickled
-QUEUED = 64  # messages that wait for a disk that is full; then the oldest are given up
+QUEUED = 64  # so many messages wait while the disk is full; beyond that the oldest are given up
 
 
 class LogFile:
@@ -65,12 +65,12 @@ class LogFile:
     def __init__(self, path: Path, descriptor: int, end: int) -> None:
         self.path = path
         self.lock = threading.RLock()
-        self.queue: list[Any] = []  # Arrow's buffers:  messages to be written, oldest first
+        self.queue: list[Any] = []  # messages to be written, as Arrow's buffers, oldest first
         self._descriptor = descriptor
         self._end = end
         self._writes = False
-        self._has_failed = False  # the last write has
-        self._is_gone = False  # which was told
+        self._has_failed = False  # whether the last write has failed
+        self._is_gone = False  # whether a warning has said that the file is gone
         if not end:
             self.queue.append(pa.py_buffer(BEGIN))
 

@@ -107,7 +107,8 @@ class _Outbox:
 class Producer:
     """The actor of one share. A consumer's calls begin with its rank and the number of its connection.
 
-    What a call raises reaches the caller: `REFUSALS`, why there can be no line, or any error of opening the loader.
+    What a call raises reaches the caller: one of `REFUSALS`, a LineError where no line is possible, or the error with
+    which the loader could not be opened.
     """
 
     def __init__(self, terms: Terms) -> None:

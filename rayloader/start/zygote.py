@@ -1,8 +1,8 @@
 """The zygote: a fork of the driver that forks worker processes when it is told to, and does nothing else.
 
-Promise: every fork sees the program as it was when the zygote was forked, however late it is asked for itself. Zygote
-and forks end with the driver, and the forks with the zygote. They run one thread, and nothing of Ray; they end by
-`os._exit`. Where Ray, CUDA or other threads run in the driver already, they exist in no fork, as in torch's workers.
+Promise: every fork sees the program as it was when the zygote was made, however late it is asked for. Zygote and forks
+end with the driver, and the forks with the zygote. They run one thread, and nothing of Ray; they end by `os._exit`.
+Where Ray, CUDA or other threads run in the driver already, they exist in no fork, as in torch's workers.
 
 NOTE [Ends]. The driver's end is noticed by its process descriptor, which is readable then, whoever holds copies of the
 control socket: `PR_SET_PDEATHSIG` of the zygote would kill it with the *thread* that called `iter()`. The zygote has
@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import logging
 import os
 import pickle
@@ -59,9 +60,11 @@ class Zygote:
         prepare: what a fork of low priority does for `prepared`: returns a message, and descriptors to pass on.
 
     Attributes:
-        pid: of the zygote; 0 before it is forked.
         forked: processes, by the names of the lines that they are to serve.
         failed: why no process could be forked, by the same.
+
+    Raises:
+        WorkerStartError: no process can be forked.
     """
 
     _control: socket.socket | None = None
@@ -70,37 +73,21 @@ class Zygote:
         self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
     ) -> None:
         self._driver = os.getpid()
-        self._work, self._prepare = work, prepare
-        self._closed = False
         self._lock = threading.RLock()
         self._statuses: dict[int, int] = {}
         self._prepared: tuple[Any, list[int]] | None = None
         self.forked: dict[str, int] = {}
         self.failed: dict[str, str] = {}
-        self.pid = 0
-        _live.add(self)
-
-    def fork(self, address: LineAddress, early: list[bytes]) -> None:
-        """Lets it fork a process that serves this line, after some messages; the process connects to it."""
-        self.begin()
-        self._tell(("fork", address, early))
-
-    def begin(self) -> None:
-        """Forks the zygote, unless it was: all forks see the program as it is now.
-
-        Raises:
-            WorkerStartError: it can't be forked.
-        """
-        if self.pid or self._closed:
-            return
+        self._pids: list[int] = []
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _live.add(self)
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         flush_streams()  # or each fork would print what is in their buffers
         try:
-            self.pid = _fork()
-            if self.pid == 0:
-                _serve(theirs, self._driver, self._work, self._prepare, blocked)
+            _fork(self._pids)
+            if self._pids == [0]:
+                _serve(theirs, self._driver, work, prepare, blocked)
         except OSError as error:
             raise WorkerStartError(
                 f"this process could not be forked: {error}. Use fewer workers, or raise the limit of processes "
@@ -112,6 +99,15 @@ class Zygote:
             if not self.pid:
                 self.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the zygote; 0 if there is none."""
+        return self._pids[0] if self._pids else 0
+
+    def fork(self, address: LineAddress, early: list[bytes]) -> None:
+        """Lets it fork a process that serves this line, after some messages; the process connects to it."""
+        self._tell(("fork", address, early))
+
     def kill(self, pid: int) -> None:
         """Kills a fork."""
         self._tell(("kill", pid))
@@ -122,7 +118,7 @@ class Zygote:
         with self._lock:
             while self._read():
                 pass
-            return not self._closed
+            return self._control is not None
 
     def status(self, pid: int, *, wait: bool = True) -> int | None:
         """How a fork has ended, as `os.waitpid` says; None if nobody knows, or if it lives.
@@ -182,7 +178,6 @@ class Zygote:
 
     def close(self) -> None:
         """Ends it; its forks have lost their lines, and end. Callable more than once, and by any thread."""
-        self._closed = True
         control, self._control = self._control, None
         if control is not None:
             if os.getpid() == self._driver:
@@ -195,11 +190,14 @@ class Zygote:
         self.close()
 
 
-def _fork() -> int:
-    """`os.fork`, also in a program with threads, which torch's loader forks too; Python 3.12 and later warn of that."""
+def _fork(pids: list[int]) -> None:
+    """Appends what `os.fork` returns, in one call of C: no exception of a signal handler can come in between.
+
+    A program with threads is forked too, as by torch's loader; Python 3.12 and later warn of that.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        return os.fork()
+        pids.extend(itertools.starmap(os.fork, [()]))
 
 
 _live: weakref.WeakSet[Zygote] = weakref.WeakSet()
@@ -241,7 +239,7 @@ def _serve(
     prepare: Callable[[], tuple[Any, list[int]]],
     blocked: set[int | signal.Signals],
 ) -> NoReturn:
-    """Carries out the orders of the control socket, until the driver closes that, or ends."""
+    """Serves the control socket until the driver closes it, or ends."""
     forks: list[int] = []
     with contextlib.suppress(BaseException):
         collects = gc.isenabled()
@@ -257,7 +255,8 @@ def _serve(
         with contextlib.suppress(OSError, AttributeError):
             waits.register(os.pidfd_open(driver), select.POLLIN)
         while os.getppid() == driver and control.fileno() in [ready for ready, _ in waits.poll()]:
-            if not (message := control.recv(_MESSAGE_BYTES)):
+            message = control.recv(_MESSAGE_BYTES)
+            if not message:
                 break
             match pickle.loads(message):
                 case ("fork", address, early):

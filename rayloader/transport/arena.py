@@ -329,7 +329,8 @@ class Arena:
                     self.freed()
                     self._give_back_free()
         file, self._file = self._file, None
-        file.close()
+        if file is not None:  # another thread may have come first: the collector finalizes what a job still uses
+            file.close()
 
     def unlock(self) -> bool:
         """Unlocks blocks in which no batch lives; for `Unlocker`, once it is closed. Waits for the copies from there.

@@ -187,7 +187,7 @@ class Unlocker:
         self._bell.ring()
 
     def retire(self, unlock: Callable[[], bool]) -> None:
-        """Takes over an arena with locked blocks. For finalizers too, and once more after an interrupt.
+        """Takes over an arena with locked blocks. Finalizers may call it; after an interrupt it is called again.
 
         Args:
             unlock: the arena's method that unlocks what it can, and returns whether all is unlocked.

@@ -307,7 +307,7 @@ class Pickler(ByValuePickler):
     def _of_delegate(self, obj: Any) -> Any:
         """A reduction after which unpickling does not ask the object for `__setstate__`.
 
-        Code of the program's would look for it, perhaps in an attribute that the object does not have yet.
+        A `__getattr__` of the program's may answer that by an attribute that the object does not have yet.
         """
         reduced = self._reduced(obj)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or len(reduced) > 5:

@@ -319,12 +319,15 @@ class Mailbox:
 
     Each call and descriptor belongs to a channel. Channels with something to receive are found without asking the
     others: a wait costs no more with many workers than with one, except for the system call itself.
+
+    Args:
+        later: as for `Waker`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
         self._channels: dict[Process, Channel] = {}
         self._answers: dict[Any, Any] = {}  # to the watched calls
-        self._waker = Waker()
+        self._waker = Waker(later)
         self._waiting = 0  # threads that wait
         self._descriptors: dict[Channel, tuple[tuple[int, int], ...]] = {}
         self._owners: dict[int, Channel] = {}  # by descriptor

@@ -18,6 +18,7 @@ from rayloader.protocol import Setup, WorkerAddress
 from rayloader.resume.journal import Journal
 from rayloader.transport.device import Accelerator
 from rayloader.workers.connection import Mailbox, Message, ProcessLost
+from rayloader.workers.janitor import janitor
 from rayloader.workers.process import NeverStarts, Process
 from rayloader.workers.processes import Processes, Verdict
 from rayloader.workers.takeover import Takeover
@@ -52,7 +53,7 @@ class Fleet:
         self._accelerator = accelerator
         self._released = False
         self._pid = os.getpid()
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(janitor.later)  # whose thread ends what finalizers leave behind
         self.actors: list[Any] = []
         self.workers: list[Worker] = []
         self._goal = 0  # of forks: to how many actors the workers will move
@@ -175,7 +176,6 @@ class Fleet:
                 except ProcessLost as lost:  # its workers stay away; the epoch begins them elsewhere
                     self.lose(lost.process)
         self._begin([worker for worker in self.workers if not worker.host.lost])
-        self.processes.begin()
 
     def revive(self) -> list[Worker]:
         """Begins the workers that are away and have a host by now; the epoch must then repeat their journals' calls.

@@ -1,8 +1,8 @@
 """The forks of one fleet: made by a zygote, and reached over lines.
 
-Promise: each fork sees the program as it was when the fleet's workers began. If the zygote is killed, and its forks
-with it, another one is forked from the program as it is by then, which the log says: batches that are built again are
-compared with the delivered ones.
+Promise: each fork sees the program as it was when the fleet began. If the zygote is killed, and its forks with it,
+another one is forked from the program as it is by then, which the log says: batches that are built again are compared
+with the delivered ones.
 """
 
 from __future__ import annotations
@@ -115,10 +115,6 @@ class Forks(Processes):
         new = [Fork(self.zygote) for _ in range(count)]
         self._forks += new
         return new
-
-    @override
-    def begin(self) -> None:
-        self.zygote.begin()
 
     @override
     def kill(self, process: Fork) -> None:

@@ -164,8 +164,8 @@ class Notes(Generic[_Noted]):
         self._later(self._forget_dead)
 
     def _forget_dead(self) -> None:
-        for number, (ref, _) in list(self._of.items()):
-            if ref() is None:
+        for number, noted in list(self._of.items()):
+            if noted[0]() is None and self._of.get(number) is noted:  # or another object has come there meanwhile
                 del self._of[number]
 
     def clear(self) -> None:

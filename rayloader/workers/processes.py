@@ -57,9 +57,6 @@ class Processes(ABC):
     def lend(self, count: int, *, fresh: bool = True) -> list[Any]:
         """`count` processes; does not wait until new ones run. `fresh`: none that has worked before."""
 
-    def begin(self) -> None:  # noqa: B027
-        """Forks will be as the program is now, though they are made when their first tasks are known."""
-
     @abstractmethod
     def kill(self, process: Any) -> None:
         """Ends a process soon."""

@@ -26,6 +26,7 @@ from rayloader import DataLoader, ReplicaError, SharedList
 from rayloader.epoch import inherited as inherited_module
 from rayloader.workers.actor import Actor, RayAnswer
 from rayloader.workers.pool import get_pool
+from rayloader.workers.ray_channels import ActorCalls
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -311,13 +312,13 @@ def test_no_descriptor_is_left():
 
 def test_a_file_that_vanishes_before_a_worker_opens_it(tmp_path, monkeypatch):
     np.zeros(1000).tofile(tmp_path / "data")
-    start = Actor.start
+    start = ActorCalls.start
 
     def rename_and_start(*args):
         os.rename(tmp_path / "data", tmp_path / "moved")
         return start(*args)
 
-    monkeypatch.setattr(Actor, "start", rename_and_start)
+    monkeypatch.setattr(ActorCalls, "start", rename_and_start)
     with pytest.raises(ReplicaError, match=rf"{tmp_path}/data.*does not have") as caught:
         list(holding(np.memmap(tmp_path / "data"), as_is, 1))
     assert "Caught ReplicaError in DataLoader worker process 0" in str(caught.value)

@@ -23,7 +23,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-import rayloader.workers.fleet
+import rayloader.workers.actors
 import rayloader.workers.pool
 from inside import pool_if_any
 from multinode_data import AWAY, ON_EACH
@@ -71,7 +71,7 @@ def nodes():
             env_vars={"MACHINE": "away"},
         )
         ray.init(address=cluster.address, log_to_driver=False)
-        patch.setattr(rayloader.workers.fleet, "NOTICE_S", math.inf)  # the log is not to depend on the machine
+        patch.setattr(rayloader.workers.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
         patch.setattr(rayloader.workers.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()

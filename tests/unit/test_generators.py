@@ -14,6 +14,7 @@ import torch
 
 from rayloader import DataLoader
 from rayloader.errors import ReplayError
+from rayloader.namespaces import own_modules
 from rayloader.random import generators, search
 from rayloader.random.generator_kinds import engine, kind_of, make_generator, set_state, state_of
 from rayloader.random.generators import RECORDED, Generators, noting
@@ -540,15 +541,26 @@ def test_a_container_of_containers_that_hold_each_other_is_looked_through_once()
     assert found_in(contents) == [contents[0]["rng"]]
 
 
-def test_a_loader_among_the_globals_is_searched_but_not_what_it_keeps_of_its_epochs(monkeypatch):
+@pytest.mark.parametrize("name", ["loader", "iterator"])
+def test_a_loader_among_the_globals_is_searched_but_not_what_it_notes_of_its_epochs(name, monkeypatch):
     module = module_of("program", "with_loader", monkeypatch)
     dataset = Holder()
-    module.loader = DataLoader([dataset], collate_fn=list)
-    module.iterator = iter(module.loader)
-    next(module.iterator)
+    loader = DataLoader([dataset], collate_fn=list)
+    iterator = iter(loader)
+    next(iterator)
+    setattr(module, name, {"loader": loader, "iterator": iterator}[name])
     followed = Generators({}, [])
-    module.iterator.generator = dataset.held = make("numpy")
-    assert paths_in(followed.look()) == ["with_loader.loader.dataset[0].held"]
+    iterator.position.generator = loader._recorder.generator = make("torch")
+    dataset.held = make("numpy")
+    found = {"loader": "loader.dataset", "iterator": "iterator._dataset"}[name]
+    assert paths_in(followed.look())[0] == f"with_loader.{found}[0].held"
+    assert len(followed.look()) == 1
+
+
+@pytest.mark.parametrize("main", [None, 5, object()], ids=repr)
+def test_what_is_no_module_in_the_place_of_the_main_one_has_no_generators(main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert "__main__" not in dict(own_modules(main=True))
 
 
 def test_a_module_that_replaces_another_of_its_name_is_searched(monkeypatch):

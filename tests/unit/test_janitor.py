@@ -1,7 +1,9 @@
 """Threads that a signal handler may interrupt: how they start and end, and the one that ends what finalizers leave."""
 
 import functools
+import gc
 import itertools
+import os
 import threading
 import weakref
 
@@ -145,3 +147,20 @@ def test_a_fork_keeps_what_its_parents_jobs_hold():
     janitor.forget()
     janitor.forget()  # a fork of the fork
     assert alive() is not None
+
+
+def test_a_waker_that_the_collector_finalizes_is_closed_by_the_thread_that_may_still_ring_it():
+    jobs = []
+    waker = interrupts.Waker(jobs.append)
+    descriptors = [waker.descriptor, waker._in]
+    cycle = [waker]
+    cycle.append(cycle)
+    del waker, cycle
+    gc.collect()
+    for descriptor in descriptors:
+        os.fstat(descriptor)
+    (close,) = jobs
+    close()
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)

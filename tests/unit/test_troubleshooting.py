@@ -141,11 +141,10 @@ class Stream(IterableDataset[int]):
 
 def unforked() -> None:
     from rayloader.start.zygote import Zygote
-    from rayloader.transport.local_line import LineAddress
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fork", refused)
-        Zygote(refused, refused).fork(LineAddress("line", 0, 0, ""), [])  # type: ignore[arg-type]
+        Zygote(refused, refused)  # type: ignore[arg-type]
 
 
 def refused() -> None:
