@@ -32,7 +32,8 @@ NOTES = {
     "grain": "Grain's mp_prefetch: worker processes, one thread each; batches are NumPy arrays in shared memory",
     "ray-data": "Ray Data's iter_torch_batches over the same arrays, stored already: a batch is a slice, nothing is "
     "fetched by the sample or collated",
-    "rayloader": "rayloader.DataLoader",
+    "rayloader": "rayloader.DataLoader, actors from the start",
+    "rayloader-fork": "rayloader.DataLoader, forks for good; by default, epochs of less than a second have forks",
     "floor": "as many processes at once as there are workers, each of which fetches and collates its share into four "
     "buffers in turn and delivers to nobody",
 }
@@ -112,14 +113,14 @@ def _torchdata(job: Job) -> Iterable[Any]:
     return StatefulDataLoader(**job.arguments)
 
 
-def _rayloader(job: Job) -> Iterable[Any]:
+def _rayloader(job: Job, workers: str = "ray") -> Iterable[Any]:
     from rayloader import DataLoader as RayDataLoader
 
     lacking = sorted(set(job.case.rayloader) - set(inspect.signature(RayDataLoader).parameters))
     if lacking:
         raise Unavailable(f"this rayloader has no {', '.join(lacking)}")
-    # Actors from the start: by default the first epochs would be those of forks, while Ray starts beside them.
-    return RayDataLoader(**{"workers": "ray", **job.arguments, **job.case.rayloader})
+    # Actors from the start, or none: by default the first epochs would be those of forks, while Ray starts beside them.
+    return RayDataLoader(**{"workers": workers, **job.arguments, **job.case.rayloader})
 
 
 def _spdl(job: Job) -> Iterable[Any]:
@@ -285,5 +286,6 @@ MAKERS: dict[str, Callable[[Job], Any]] = {
     "grain": _grain,
     "ray-data": _ray_data,
     "rayloader": _rayloader,
+    "rayloader-fork": functools.partial(_rayloader, workers="fork"),
     "floor": Floor,
 }

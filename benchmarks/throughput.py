@@ -32,11 +32,12 @@ from harness import Figure, Options
 from processes import Missing
 
 QUESTION = "throughput"
-PEERS = ["torch", "torchdata", "spdl", "spdl-threads", "grain", "ray-data", "rayloader", "floor"]
+PEERS = ["torch", "torchdata", "spdl", "spdl-threads", "grain", "ray-data", "rayloader", "rayloader-fork", "floor"]
 QUICK_PEERS = ["torch", "rayloader", "floor"]
 NEEDS = ("rich", "psutil", "PIL", "sklearn")
 READERS = ("torch", "rayloader")  # measured with a consumer that reads, too, and by the CPU time they take
-LONG = {*READERS, "floor"}  # the others have epochs of a sixth of the length, or two in place of several
+# The others have epochs of a sixth of the length, or two in place of several.
+LONG = {*READERS, "rayloader-fork", "floor"}
 QUICK_CASES = ("tiny", "tiny-short", "tiny-depth-2", "medium", "large", "text", "stream")
 RATE, RATE_READ = "batches/s", "batches/s, every byte read"
 CPU = {"cpu_s_per_batch": "trainer's CPU a batch", "workers_cpu_s_per_batch": "workers' CPU a batch"}
