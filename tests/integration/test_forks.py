@@ -214,6 +214,38 @@ def pairs(batches):
         yield from zip(threads.tolist(), parents.tolist(), strict=True)
 
 
+class CountedBatches:
+    """A batch sampler that counts how often its attributes are read, which torch's loader never does."""
+
+    reads = 0
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self):
+        return 2
+
+    @property
+    def batch_size(self):
+        CountedBatches.reads += 1
+        return 2
+
+
+class Reads(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return CountedBatches.reads
+
+
+def test_forks_are_as_the_program_was_before_anything_else_of_iter(monkeypatch):
+    monkeypatch.setattr(CountedBatches, "reads", 0)
+    batches = list(DataLoader(Reads(), batch_sampler=CountedBatches(), num_workers=2, workers="fork"))
+    assert [batch.tolist() for batch in batches] == [[0, 0], [0, 0]]
+    assert CountedBatches.reads > 0
+
+
 def test_a_fork_in_a_program_with_threads():
     """Which hold locks, and use torch, all the time."""
     ends, lock = threading.Event(), threading.Lock()
