@@ -12,8 +12,8 @@ import torch
 from inside import image_files
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
-from rayloader.workers.actor import Actor
 from rayloader.workers.pool import get_pool
+from rayloader.workers.ray_channels import ActorCalls
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
@@ -140,13 +140,13 @@ def key_here(_):
 
 
 def test_the_authentication_key_goes_only_to_workers_of_the_drivers_node(nodes, monkeypatch):
-    start, sent = Actor.start, {}
+    start, sent = ActorCalls.start, {}
 
-    def noted(actor, setup, source, *args):
-        sent[actor.address.node_id] = source.process.authkey
-        return start(actor, setup, source, *args)
+    def noted(calls, source, *args):
+        sent[calls.process.address.node_id] = source.process.authkey
+        return start(calls, source, *args)
 
-    monkeypatch.setattr(Actor, "start", noted)
+    monkeypatch.setattr(ActorCalls, "start", noted)
     key = bytes(multiprocessing.current_process().authkey)
     found = dict(holding(None, key_here, ray_remote_args=ON_EACH))
     assert sent == {nodes.here: key, nodes.away: b""}
