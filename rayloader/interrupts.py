@@ -31,6 +31,7 @@ import _thread
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -96,7 +97,9 @@ class Waker:
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+    def __del__(
+        self, close: Callable[[int], None] = os.close, is_finalizing: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
         descriptors, self.descriptor, self._in = (self.descriptor, self._in), -1, -1
 
         def end() -> None:
@@ -104,7 +107,7 @@ class Waker:
                 if descriptor >= 0:
                     close(descriptor)
 
-        if self._later is None:
+        if self._later is None or is_finalizing():  # by then no other thread runs
             end()
         else:
             self._later(end)
