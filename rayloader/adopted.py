@@ -147,7 +147,11 @@ def warn_of_torchs(kind: type, reason: str) -> None:
     )
 
 
-_defaults: Callable[[], dict[str, Any] | None] = lambda: None  # noqa: E731 # until there is a patch
+def _no_patch() -> dict[str, Any] | None:
+    return None
+
+
+_defaults = _no_patch
 
 
 def exchange_iterators(defaults: Callable[[], dict[str, Any] | None] | None = None) -> None:
@@ -176,36 +180,36 @@ class _Constructor:
         is_torchs = type(iterator) in (SingleProcessIterator, MultiProcessIterator)
         if is_torchs == (self._class is BaseIterator):
             return init  # for torch's own iterators the constructor of their class counts, for others that of the base
-        return functools.partial(_construct, init, iterator, is_torchs)
+        return functools.partial(_construct if is_torchs else _construct_others, init, iterator)
 
 
-def _construct(init: Callable[[Any], None], iterator: Any, is_torchs: bool, loader: Any) -> None:
-    """The constructor of an iterator over a loader: ours where that is possible, otherwise torch's, and a warning.
-
-    Args:
-        init: torch's constructor.
-        iterator: that is made.
-        is_torchs: whether it is of torch's own class. A class that derives from it may do anything, and keeps it.
-        loader: that is iterated.
-    """
+def _construct(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
+    """The constructor of an iterator of torch's own class: ours where that is possible, else torch's, and a warning."""
     adopted = _adopted(loader)
     reason = None
-    if adopted is not None and is_torchs:
+    if adopted is not None:
         reason = adopted.refusal()
-    elif adopted is not None and loader.num_workers > 0:
+    elif _defaults() is not None and not isinstance(loader, DataLoader) and loader.num_workers > 0:
+        reason = "it was created before, or without torch's constructor; call patch() at the start of the program"
+    if reason is not None:
+        warn_of_torchs(loader.__class__, reason)
+    if adopted is None or reason is not None:
+        init(loader)
+    else:
+        adopted.become(iterator)
+
+
+def _construct_others(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
+    """The constructor of an iterator of a derived class, which may do anything, and so stays as it is: a warning."""
+    adopted = _adopted(loader)
+    if adopted is not None and loader.num_workers > 0:
         kind = type(iterator)
         reason = (
             f"its iterators are of a class of their own, {kind.__module__}.{kind.__qualname__}; create a "
             "rayloader.DataLoader of the same dataset, samplers and collate_fn"
         )
-    elif is_torchs and _defaults() is not None and not isinstance(loader, DataLoader) and loader.num_workers > 0:
-        reason = "it was created before, or without torch's constructor; call patch() at the start of the program"
-    if reason is not None:
         warn_of_torchs(loader.__class__, reason)
-    if adopted is not None and is_torchs and reason is None:
-        adopted.become(iterator)
-    else:
-        init(loader)
+    init(loader)
 
 
 def _adopted(loader: Any) -> Adopted | None:

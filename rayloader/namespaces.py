@@ -112,16 +112,18 @@ def own_modules(*, main: bool = False) -> list[tuple[str, dict[str, Any]]]:
     Args:
         main: with the one that was run, which only forks have as a module; actors have what of it is pickled by value.
     """
-    as_before = _seen == (len(sys.modules), next(reversed(sys.modules)))
-    if not as_before or not all(ref() is sys.modules.get(name) for name, ref in _own):
+    global _seen
+    seen = len(sys.modules), next(reversed(sys.modules))
+    if seen != _seen or not all(ref() is sys.modules.get(name) for name, ref in _own):
         _look()
+        _seen = seen
     return [(name, namespace_of(ref())) for name, ref in _own if main or name not in _MAIN]
 
 
 def _look() -> None:
     """Examines the modules that have been imported since the last look."""
-    global _own, _seen
-    seen, own = (len(sys.modules), next(reversed(sys.modules))), []
+    global _own
+    own = []
     for name, module in list(sys.modules.items()):
         if (ref := _not_own.get(name)) is not None and ref() is module:
             continue
@@ -130,7 +132,7 @@ def _look() -> None:
             own.append((name, weakref.ref(module)))
         elif isinstance(file, str):
             _not_own[name] = weakref.ref(module)
-    _own, _seen = own, seen
+    _own = own
 
 
 def is_own_namespace(namespace: Mapping[str, Any]) -> bool:

@@ -144,6 +144,8 @@ class Work(NamedTuple):
 
 def _padded(part: _Numbers, number: int) -> _Numbers:
     """Pads with rows of zeros up to this number."""
+    if len(part) == number:  # as nearly always
+        return part
     return np.pad(part, [(0, number - len(part)), *[(0, 0)] * (part.ndim - 1)])
 
 

@@ -106,7 +106,7 @@ def _numbers(rows: pa.Table) -> Any:
 
 def _first(steps: Any, a: pa.ChunkedArray, b: pa.ChunkedArray) -> tuple[int, Any, Any] | None:
     """The first step at which two columns differ, and the values there."""
-    if a.equals(b):  # fast
+    if a.equals(b):
         return None
     place = next(place for place, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
     return int(steps[place]), a[place].as_py(), b[place].as_py()

@@ -233,13 +233,18 @@ def test_a_run_in_which_a_worker_was_killed(tmp_path):
         assert same(again(data.KillsOnce(mark)).batch_at(0, step, log=path), batch)
 
 
-def test_a_run_that_was_resumed_with_a_step_left_out(tmp_path):
-    path = tmp_path / "run.arrows"
+def begun(path, count):
+    """A loader with a log, its iterator, of which so many batches were taken, and the state after these."""
     data.seed(1)
     loader = data.make(provenance=path, **FORKS)
     iterator = iter(loader)
-    [next(iterator) for _ in range(3)]
-    state = through_json(loader.state_dict())
+    [next(iterator) for _ in range(count)]
+    return loader, iterator, through_json(loader.state_dict())
+
+
+def test_a_run_that_was_resumed_with_a_step_left_out(tmp_path):
+    path = tmp_path / "run.arrows"
+    _, iterator, state = begun(path, 3)
     spiked = [*iterator]
     resumed = again(provenance=path, skip_steps=[5])
     resumed.load_state_dict(state)
@@ -561,11 +566,7 @@ def test_a_step_that_was_left_out_is_not_verified(command, tmp_path, dataset):
 def test_a_run_that_leaves_out_what_it_had_delivered_before(tmp_path):
     """The checkpoint is so near before the step that the resumed run draws it at once."""
     path = tmp_path / "run.arrows"
-    data.seed(1)
-    loader = data.make(provenance=path, **FORKS)
-    iterator = iter(loader)
-    [next(iterator) for _ in range(5)]
-    state = through_json(loader.state_dict())
+    loader, iterator, state = begun(path, 5)
     [next(iterator) for _ in range(3)]
     del iterator, loader
     resumed = again(provenance=path, skip_steps=[6])
