@@ -63,7 +63,7 @@ def program(peer: str, case: str, workers: int) -> None:
         from rayloader import DataLoader  # type: ignore[assignment]
     seconds = {"import": time.perf_counter() - begin}
     if peer == "ray":
-        from rayloader.start.fork_server import ForkServer
+        from rayloader.actors.fork_server import ForkServer
 
         ForkServer._start = _timed(ForkServer._start, "fork server", parts)  # type: ignore[method-assign]
     from torch.utils.data import SequentialSampler
@@ -81,7 +81,7 @@ def program(peer: str, case: str, workers: int) -> None:
             raise RuntimeError(f"{peer} gave {count} batches of {case} instead of {SAMPLES // BATCH_SIZE}")
     last = time.monotonic()
     if peer == "ray":
-        from rayloader.workers.pool import get_pool
+        from rayloader.actors.pool import get_pool
 
         starts = [actor.started_at - actor.created_at for actor in get_pool().actors if actor.started_at is not None]
         parts["actors"] = max(starts)

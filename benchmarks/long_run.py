@@ -26,7 +26,7 @@ import psutil
 import torch
 
 import harness
-import rayloader.workers.pool
+import rayloader.actors.pool
 from cases import Stored
 from rayloader import DataLoader
 
@@ -59,7 +59,7 @@ class Sample:
     def take(cls, batches: int, loader: Any) -> Sample:
         """As it is now."""
         driver = psutil.Process()
-        actors = rayloader.workers.pool.get_pool().actors
+        actors = rayloader.actors.pool.get_pool().actors
         workers = [psutil.Process(actor.address.pid) for actor in actors if actor.address is not None]
         state = io.BytesIO()
         torch.save(loader.state_dict(), state)

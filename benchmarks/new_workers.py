@@ -45,7 +45,7 @@ def program(way: str) -> None:
     import torch
 
     import rayloader
-    from rayloader.start import fork_server
+    from rayloader.actors import fork_server
 
     if way != WAYS[0]:
         fork_server.can_choose_workers = lambda _: False

@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.util
 import operator
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from rayloader.errors import private_names_of
 
 with private_names_of("torch"):
     from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
-    from torch._tensor_str import PRINT_OPTS as print_options
     from torch._utils import ExceptionWrapper
     from torch._utils import _get_obj_state as state_of_subclass
     from torch.multiprocessing.reductions import shared_cache
@@ -79,7 +77,6 @@ __all__ = [
     "make_enum",
     "numpy_seed",
     "pin_memory",
-    "print_options",
     "rebuild_from_type",
     "sharding_worker_init_fn",
     "state_of_subclass",
@@ -152,9 +149,6 @@ def set_worker_info(info: Any) -> None:
 
 
 with private_names_of("Python"):
-    finalizers_of_processes: dict[Any, Any] = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]
-    run_exit_finalizers: Callable[[float], None] = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]
-    finalizers_of_weak_references: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]
 
 
@@ -162,13 +156,3 @@ def run_as_process(work: Callable[[], object]) -> int:
     """Does in this fork what `multiprocessing` does in a daemonic process that it has forked; returns the exit code."""
     process: Any = multiprocessing.Process(target=work, daemon=True)
     return int(process._bootstrap())
-
-
-def tracker_of(module: tuple[str, Any]) -> tuple[int | None, Callable[[], object]] | None:
-    """The process of the resource tracker that a module has, and what ends it once it has removed what is left.
-
-    Args:
-        module: with its name. joblib, loky and multiprocess have copies of the standard library's.
-    """
-    tracker: Any = getattr(module[1], "_resource_tracker", None) if module[0].endswith(".resource_tracker") else None
-    return (tracker._pid, tracker._stop) if hasattr(tracker, "_stop") else None

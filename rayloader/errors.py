@@ -28,6 +28,7 @@ import contextlib
 import importlib.metadata
 import inspect
 import platform
+import signal
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -130,6 +131,11 @@ def level_outside(*packages: str) -> int:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
         level, frame = level + 1, frame.f_back
     return level
+
+
+def exit_in_words(code: int) -> str:
+    """How a process has ended, in torch's words, by its exit code: minus a signal's number if that has killed it."""
+    return f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
 # The oldest and the newest versions that were tested.

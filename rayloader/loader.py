@@ -265,8 +265,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     ) -> None:
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
-        self._stream_workers = num_workers  # the number that the batches depend on
-        self._known_workers = num_workers  # `num_workers` when `_stream_workers` was set
         self._position: Any = None  # of the last iterator
         self._state: State | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
@@ -384,11 +382,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
         # What the program has set since the loader was created takes effect at this `iter()`, as with torch.
         self.num_workers = checked_num_workers(self.num_workers)
-        self._note_num_workers()
         self._sign_num_workers()
         self.check_worker_number_rationality()
-        iterator = EpochIterator(self, int(self._stream_workers), self._state)
-        self._state, self._of_other_workers = None, iterator.num_workers != self._stream_workers
+        iterator = EpochIterator(self, int(self.num_workers), self._state)
+        self._state, self._of_other_workers = None, iterator.num_workers != self.num_workers
         self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
         return iterator
 
@@ -535,13 +532,12 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
     def _tell_state(self) -> dict[str, Any]:
         """The position after the last batch that was drawn from this loader."""
-        self._note_num_workers()
         if self._state is not None:
             return checkpoint.still(self, self._state)
         iterator = self.live_iterator
         if iterator is not None:
             iterator.tell_positions()
-        return checkpoint.make_state(self, self._position, int(self._stream_workers))
+        return checkpoint.make_state(self, self._position, int(self.num_workers))
 
     def load_state_dict(self, state_dict: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Makes the next `iter()` continue where the state was saved: with the rest of that epoch, or a new one.
@@ -559,9 +555,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
         The rest of the epoch depends on the loader that was saved, whatever `num_workers` and `persistent_workers` this
         one has: its workers are hosted by at most `num_workers` processes. Later epochs have this loader's own
-        `num_workers`. With `seeding="batch"`, and a map-style dataset without state, so has the rest of the epoch. To
-        keep the workers for all epochs, create the loader with as many as the saved one had, and `resize` it. A live
-        iterator is not affected; persistent workers are replaced by new ones at the next `iter()`.
+        `num_workers`. With `seeding="batch"`, and a map-style dataset without state, so has the rest of the epoch. A
+        live iterator is not affected; persistent workers are replaced by new ones at the next `iter()`.
 
         Args:
             state_dict: the result of `state_dict()`. With torch's DistributedSampler each rank saves its own. With the
@@ -618,37 +613,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         target = device_of(self.device)
         return batch if target is None else moved_here(batch, target[0])
 
-    def resize(self, num_workers: int) -> None:
-        """Changes how many processes do the workers' work, now and in later epochs; the batches stay the same.
-
-        Workers that are forks keep a process each, because a fork has one dataset object; the number counts once they
-        move to actors.
-
-        Args:
-            num_workers: at least 1. More than the loader was created with bring no benefit.
-
-        Raises:
-            ValueError: `num_workers` is less than 1.
-            TypeError: it is not a whole number.
-            StateError: the loader has no workers.
-        """
-        if self.num_workers == 0:
-            raise StateError("resize() needs workers, and num_workers is 0; make the loader with num_workers >= 1")
-        if isinstance(num_workers, bool):  # torch accepts one as a number; here it can only be a mistake
-            raise TypeError(f"num_workers must be a whole number >= 1, got {num_workers!r}")
-        num_workers = checked_num_workers(num_workers, least=1)
-        self._note_num_workers()
-        self.num_workers = self._known_workers = num_workers
-        self._sign_num_workers()
-        iterator = self.live_iterator
-        if iterator is not None:
-            iterator.resize(num_workers)
-
-    def _note_num_workers(self) -> None:
-        """A number that the program has set, rather than `resize`, also becomes that of the stream."""
-        if self.num_workers != self._known_workers:
-            self._stream_workers = self._known_workers = self.num_workers
-
     def _sign_num_workers(self) -> None:
         if isinstance(self.num_workers, int):
             self.num_workers = WorkerCount(self.num_workers)
@@ -691,7 +655,7 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
     """
     num_workers = checked_num_workers(num_workers)
     check_remote_args(ray_remote_args)
-    from rayloader.workers import pool
+    from rayloader.actors import pool
 
     pool.init(num_workers, dict(ray_remote_args or {}), ray_options)
 
@@ -702,7 +666,7 @@ def shutdown() -> None:
     Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts new workers. A script
     need not call this at its end. It may be called more than once, but not from a signal handler.
     """
-    iterator, pool = sys.modules.get("rayloader.epoch.iterator"), sys.modules.get("rayloader.workers.pool")
+    iterator, pool = sys.modules.get("rayloader.epoch.iterator"), sys.modules.get("rayloader.actors.pool")
     if iterator is not None:
         iterator.close_all()
     if (link := sys.modules.get("rayloader.sharing.link")) is not None:

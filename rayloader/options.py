@@ -6,10 +6,12 @@ module does not import Ray.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import operator
 import os
 import sys
+import warnings
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_args
@@ -17,6 +19,7 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from torch.utils.data import IterableDataset
 
+from rayloader.errors import level_outside
 from rayloader.resume.skips import Given, steps_in
 from rayloader.transport.lanes import switched_off
 
@@ -102,7 +105,7 @@ class Options:
     workers: Workers
     fresh_processes: bool
     ray_remote_args: dict[str, Any]
-    may_fork: bool  # the workers may be forks of this process
+    needs_actors: bool  # the loader's own arguments ask for Ray actors
     device: torch.device | str | None = None
     prefetch_to_device: int = DEVICE_PREFETCH
 
@@ -120,7 +123,7 @@ class Options:
             "prefetch_factor": _checked_prefetch_factor(depth, workers) if workers else 0,
             "automatic_depth": isinstance(depth, AutomaticPrefetch),
             "ray_remote_args": dict(loader.ray_remote_args or {}),
-            "may_fork": _may_fork(loader),
+            "needs_actors": _needs_actors(loader),
             "prefetch_to_device": DEVICE_PREFETCH if loader.prefetch_to_device is None else loader.prefetch_to_device,
         }
         as_given = (field.name for field in fields(cls) if field.name not in derived)
@@ -220,26 +223,44 @@ def _check_skipping(loader: Any) -> None:
         )
 
 
-def _may_fork(loader: Any) -> bool:
-    """Whether the workers may be forks of this process, as far as the loader's arguments say.
+def _needs_actors(loader: Any) -> bool:
+    """Whether the loader's own arguments ask for Ray actors.
 
     Raises:
-        ValueError: they must be, and cannot.
+        ValueError: they ask for forks, too.
     """
-    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
-    method = context.get_start_method(allow_none=True)
-    why = ""
-    if sys.platform != "linux":
-        why = "this system is not Linux"
-    elif method not in (None, "fork"):
-        why = f"multiprocessing_context or multiprocessing.set_start_method() asks for {method!r}"
-    elif loader.ray_remote_args:
+    context, why = getattr(loader, "multiprocessing_context", None), ""
+    if loader.ray_remote_args:
         why = "ray_remote_args are options of actors"
     elif not loader.arenas or switched_off():
-        why = "arenas are switched off, and they have no other way for batches"
+        why = "arenas are switched off, and forks have no other way for batches"
+    elif context is not None and (method := context.get_start_method()) != "fork":
+        why = f"multiprocessing_context asks for {method!r}"
     if why and loader.workers == "fork":
-        raise ValueError(f'workers="fork" makes workers forks of this process, but {why}; use workers="ray" or "auto"')
-    return not why and loader.workers != "ray"
+        raise ValueError(f'workers="fork" makes workers forks of this process, but {why}; leave one of the two out')
+    return bool(why) or loader.workers == "ray"
+
+
+def check_forks(workers: Workers) -> None:
+    """Checks that workers can be forks; warns once if the program has asked `multiprocessing` for other processes.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if sys.platform != "linux":
+        raise ValueError('workers can be forks only on Linux; use workers="ray", which starts Ray, or num_workers=0')
+    method = multiprocessing.get_start_method(allow_none=True)
+    if workers == "auto" and method not in (None, "fork", multiprocessing.get_all_start_methods()[0]):
+        _warn_of_forks(method)
+
+
+@functools.cache  # says it once
+def _warn_of_forks(method: str) -> None:
+    warnings.warn(
+        f"multiprocessing.set_start_method({method!r}) does not concern rayloader's workers: they are forks of this "
+        'process, unless the program uses Ray. Say workers="fork" if that is right, or workers="ray" for Ray actors',
+        stacklevel=level_outside("rayloader", "torch"),
+    )
 
 
 def check_device(device: Any) -> None:

@@ -11,15 +11,10 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rayloader import fetching
 from rayloader.transport.lanes import Wire, fits_in_band
-from rayloader.transport.local_line import LineAddress
-
-if TYPE_CHECKING:
-    from rayloader.inherit.process_state import ProcessState
-    from rayloader.replica.image import ImageAddress
 
 
 def carried() -> tuple[type, ...]:
@@ -80,28 +75,6 @@ class Replica:
     collate_fn: Callable[[Any], Any]
     worker_init_fn: Callable[[int], Any] | None
     collate_fn_map: dict[Any, Any]  # torch's default_collate_fn_map, as the program has it
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where an actor gets what a fork of the driver would have.
-
-    Attributes:
-        process: settings of the driver.
-        output: where the worker's prints and logs go; None: to Ray.
-        image: of the replica, the driver's.
-        carried: parts of the replica that Ray carries unchanged.
-        contents: for workers that cannot open the driver's files: in a list, Ray's object with their bytes, or None if
-            the node has an image of an earlier epoch.
-        hosted: in a list too, the address of the image that one worker of the node has made of them.
-    """
-
-    process: ProcessState
-    output: LineAddress | None
-    image: ImageAddress
-    carried: list[Any]
-    contents: list[Any] | None = None
-    hosted: list[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

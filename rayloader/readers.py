@@ -37,7 +37,6 @@ from typing import Any
 from typing_extensions import override
 
 from rayloader._compat_lightning import ended_an_epoch, fetcher_classes, has_states, loop_classes, take_states
-from rayloader._compat_ray import wrapped_loader_classes
 from rayloader.errors import StateError
 
 # The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
@@ -139,9 +138,17 @@ class LightningReader(FrameworkReader):
             one.begin(is_over=is_over, in_middle=most > 0 and not is_over)
 
 
+def _wrapped_by_train() -> tuple[type, ...]:
+    if "ray" not in sys.modules:
+        return ()
+    from rayloader.actors._compat_ray import wrapped_loader_classes
+
+    return wrapped_loader_classes()
+
+
 def find_reader() -> FrameworkReader | None:
     """The code that requests a loader's iterator in this thread; None if it has no habits."""
-    wrapped, fetchers, loops = wrapped_loader_classes(), fetcher_classes(), loop_classes()
+    wrapped, fetchers, loops = _wrapped_by_train(), fetcher_classes(), loop_classes()
     fetcher = None
     for caller in callers() if wrapped or fetchers else ():
         kind = type(caller)

@@ -68,14 +68,14 @@ def ray_session(keepers):
     import torch
     from torch.utils.data import TensorDataset
 
-    import rayloader.start.session
-    import rayloader.workers.actors
-    import rayloader.workers.pool
+    import rayloader.actors.session
+    import rayloader.actors.actors
+    import rayloader.actors.pool
     from rayloader import DataLoader, shutdown
 
-    rayloader.workers.pool.GRACE_S = 0.0
+    rayloader.actors.pool.GRACE_S = 0.0
     # What the log holds is not to depend on how fast the machine is.
-    rayloader.start.session.START_NOTICE_S = rayloader.workers.actors.NOTICE_S = math.inf
+    rayloader.actors.session.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3, workers="ray")
@@ -113,7 +113,7 @@ def nothing_left():
         return
     check_threads(threads)
     check_files(files)
-    if "rayloader.workers.pool" in sys.modules:
+    if "rayloader.actors.pool" in sys.modules:
         check_actors(allowed=lambda: pool_pids() if _keepers else pool_pids() & actors)
 
 

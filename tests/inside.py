@@ -95,7 +95,7 @@ def lock_of(pool):
 
 def pool_if_any():
     """The pool of this process; None if there is none, and does not make one."""
-    module = sys.modules.get("rayloader.workers.pool")
+    module = sys.modules.get("rayloader.actors.pool")
     return None if module is None else module._pool
 
 

@@ -32,7 +32,7 @@ class Changed:
 
 
 def ray_without(ray: Any, name: str) -> Any:
-    """Ray without one of the names of `rayloader._compat_ray.COSTS`."""
+    """Ray without one of the names of `rayloader.actors._compat_ray.COSTS`."""
     if "/" in name:
         return Changed(ray, "__file__", "/nowhere/__init__.py")
     attribute, _, argument = name.rstrip(")").partition("(")

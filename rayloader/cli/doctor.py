@@ -115,7 +115,7 @@ def _forks(num_workers: int) -> Check:
 def _ray(num_workers: int) -> Check:
     def load() -> str:
         next(iter(DataLoader(_Rows(), num_workers=num_workers, workers="ray")))
-        from rayloader.start import session
+        from rayloader.actors import session
 
         how = "started here" if session.started_here() else "joined the one that runs"
         return f"{how}; the first batch came"
@@ -124,7 +124,7 @@ def _ray(num_workers: int) -> Check:
 
 
 def _lanes(num_workers: int) -> Iterator[Check]:
-    from rayloader.workers.pool import get_pool
+    from rayloader.actors.pool import get_pool
 
     def line() -> str:
         if switched_off():

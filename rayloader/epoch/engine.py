@@ -304,18 +304,6 @@ class Engine:
             self._position.settle()
             self._out = None
 
-    def resize(self, count: int) -> None:
-        """Changes the number of processes that host the same workers."""
-        self._move_workers(count)
-        self._tally.processes = len(self.fleet.actors)
-        self._revive()
-        self.flush()
-
-    @change
-    def _move_workers(self, count: int) -> None:
-        self._take()
-        self._have_moved(self.fleet.resize(count))
-
     def close(self, *, resuming: bool = False, wait: bool = True) -> None:
         """Drops all work in progress; callable more than once. `wait`: until `rayloader-ahead` has ended.
 
@@ -764,7 +752,7 @@ class Engine:
             self._warned_of_sharing = True
             logger.warning(
                 "rayloader: no batch for %.0f s while workers %s wait for the same process; workers that wait for each "
-                "other cannot share one: raise num_workers, or resize(), to the number that the state was saved with",
+                "other cannot share one: raise num_workers to the number that the state was saved with",
                 SHARED_PATIENCE_S,
                 waiting,
             )

@@ -1,31 +1,27 @@
-"""Which processes an iterator's workers get: forks of the driver at once, or actors with an image of the replica.
+"""Which processes an iterator's workers get: forks of the driver, or Ray actors with an image of the replica.
 
-Promise: forks move to actors where that is possible; a dataset that can only be with forks stays there, and the log
-says why. What one iterator of a loader leaves to the next, and what is known of a dataset, ends with that object.
+Promise: workers are actors in a program that uses Ray, and forks elsewhere, unless `workers` says which; they stay what
+they are as long as the iterator lives. What one iterator of a loader leaves to the next ends with the loader.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from rayloader.epoch.depth import Pace
-from rayloader.options import Options
+from rayloader.errors import add_note
+from rayloader.options import Options, check_forks
 from rayloader.protocol import Replica
-from rayloader.start import session
-from rayloader.transport import codec
+from rayloader.workers import ray_use
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.forks import Forks
 from rayloader.workers.janitor import Notes
-from rayloader.workers.takeover import Takeover
-from rayloader.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from rayloader.replica.image import Image
+    from rayloader.actors.image import Image
     from rayloader.transport.device import Accelerator
 
 logger = logging.getLogger("rayloader")
@@ -38,24 +34,15 @@ class Kept:
     Attributes:
         image: of its replica, as last sent: the next one is compared with it.
         paces: of its workers, as their last epoch left them.
+        forks: Ray cannot send the replica, so its workers are forks.
     """
 
     image: Image | None = None
     paces: list[Pace] = field(default_factory=list)
+    forks: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class Standing:
-    """What is known of a dataset, whichever loader has it.
-
-    Attributes:
-        stays: it can only be with forks.
-    """
-
-    stays: bool = False
-
-
-loaders, datasets = Notes(Kept), Notes(Standing)
+loaders = Notes(Kept)
 
 
 def fleet_for(
@@ -66,7 +53,6 @@ def fleet_for(
     num_workers: int,
     num_processes: int,
     accelerator: Accelerator | None,
-    lock: RLock,
 ) -> Fleet:
     """The processes for an iterator's workers; `Fleet.begin` will tell each which worker it is.
 
@@ -77,37 +63,22 @@ def fleet_for(
         num_workers: how many workers the stream has.
         num_processes: how many processes host them, where one can host several.
         accelerator: for which the memory of batches is page-locked.
-        lock: guards the workers' journals.
     """
-    standing = datasets.of(replica.dataset)
-    may_fork = options.may_fork and (options.workers == "fork" or standing.stays or not session.is_wanted())
-    if not may_fork:
-        actors = _actors(loader, replica, options, standing, num_processes, accelerator)
+    kept = loaders.of(loader)
+    if options.needs_actors or (options.workers == "auto" and not kept.forks and ray_use.is_used()):
+        actors = _actors(loader, replica, options, kept, num_processes, accelerator)
         if actors is not None:
             return actors
-    fleet = _forks(loader, replica, options, standing, accelerator, lock)
+    check_forks(options.workers)
+    from rayloader.host import forked  # which is imported here for the forks
+
+    fleet = Fleet(Forks(functools.partial(forked.serve, replica)), accelerator)
     fleet.lend(num_workers)
-    fleet.resize(num_processes)
     return fleet
 
 
-def _forks(
-    loader: Any, replica: Replica, options: Options, standing: Standing, accelerator: Accelerator | None, lock: RLock
-) -> Fleet:
-    """A fleet of forks, which moves to actors where that is possible."""
-    from rayloader.host import forked  # which is imported here for the forks
-
-    forks = Forks(functools.partial(forked.serve, replica), functools.partial(_prepared, replica))
-    takeover = None
-    if options.workers == "auto" and not standing.stays and session.may_start():
-        session.allow_background()
-        move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
-        takeover = Takeover(move, forks.zygote, lock, functools.partial(_note, standing))
-    return Fleet(forks, takeover, accelerator)
-
-
 def _actors(
-    loader: Any, replica: Replica, options: Options, standing: Standing, count: int, accelerator: Accelerator | None
+    loader: Any, replica: Replica, options: Options, kept: Kept, count: int, accelerator: Accelerator | None
 ) -> Fleet | None:
     """A fleet of actors, which have the image of the replica that they will open.
 
@@ -115,18 +86,19 @@ def _actors(
     is written: there may not be room for both.
 
     Returns:
-        None if the replica cannot be pickled, and forks can do the same.
+        None if Ray cannot send the replica, and forks can do the same.
     """
-    from rayloader.epoch.inherited import encode_replica, in_short
-    from rayloader.inherit.process_state import ProcessState
-    from rayloader.replica.image import Image
+    from rayloader.actors import session
+    from rayloader.actors.actors import Actors
+    from rayloader.actors.image import Image
+    from rayloader.actors.pool import get_pool
+    from rayloader.actors.replica import encode_replica, in_short
+    from rayloader.transport import codec
     from rayloader.transport.mapped import Mappings
-    from rayloader.workers.actors import Actors, Inherited
-    from rayloader.workers.pool import get_pool
 
     pool = get_pool()
     actors = Actors(pool, loader, options, loader.label, accelerator)
-    fleet = Fleet(actors, accelerator=accelerator)
+    fleet = Fleet(actors, accelerator)
     try:
         fresh = options.fresh_processes
         warm = not fresh and pool.has_warm(options.ray_remote_args, count)
@@ -137,61 +109,32 @@ def _actors(
             try:
                 encoded = encode_replica(replica, mappings)
             except Exception as error:
-                if options.workers == "ray" or not options.may_fork or not session.is_on_one_node():
+                if options.needs_actors or not session.is_on_one_node():
+                    add_note(error, _REMEDY)
                     raise
-                _note(standing, in_short(error))
+                kept.forks = True
+                _tell_of_forks(in_short(error))
                 fleet.release(busy=True)
                 return None
             if warm:
                 fleet.lend(count, fresh=fresh)
-            kept = loaders.of(loader)
             kept.image = Image.write(encoded, mappings, kept.image)
-        process = ProcessState.capture(session.node_id())
-        actors.inherited = Inherited(process, kept.image, list(encoded.carried))
+        actors.replica = kept.image, list(encoded.carried)
     except BaseException:  # the actors were borrowed: they go back in any case
         fleet.release(busy=True)
         raise
     return fleet
 
 
-def _prepared(replica: Replica) -> tuple[str, list[int]]:
-    """In a fork: what actors need to be like it; see `inherited.prepared`."""
-    from rayloader.epoch.inherited import prepared
-
-    return prepared(replica)
-
-
-def _move(
-    loader: weakref.ref[Any],
-    options: Options,
-    name: str,
-    accelerator: Accelerator | None,
-    takeover: Takeover,
-    workers: list[Worker],
-    count: int,
-) -> None:
-    """Brings actors to where they can take over a loader's workers, if it still lives; in the takeover's thread."""
-    from rayloader.workers.actors import Actors
-    from rayloader.workers.moving import move
-    from rayloader.workers.pool import get_pool
-
-    pool, target = get_pool(background=True), loader()
-    takeover.check()
-    if target is not None:
-        actors = Actors(pool, target, options, name, accelerator)
-        del target  # it is not to live on for this thread
-        move(actors, takeover, workers, count)
-
-
-def _note(standing: Standing, reason: str) -> None:
-    """Notes why a dataset stays with forks."""
-    standing.stays = True
-    _tell_of_forks(reason)
+_REMEDY = (
+    "Workers that are Ray actors get dataset, collate_fn and worker_init_fn as Ray sends them. Workers that are forks "
+    'need not be sent anything: use workers="fork", which keeps them on this machine'
+)
 
 
 @functools.cache  # says it once
 def _tell_of_forks(reason: str) -> None:
     logger.info(
-        "rayloader: the workers stay forks of this process, as torch's are, so they cannot be on other machines: %s",
+        "rayloader: the workers are forks of this process, as torch's are, so they cannot be on other machines: %s",
         reason,
     )

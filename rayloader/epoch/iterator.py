@@ -34,7 +34,7 @@ from rayloader.data.shard_info import ranks_told
 from rayloader.epoch.depth import MAX_DEPTH, Pace
 from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
-from rayloader.epoch.hosts import datasets, fleet_for, loaders
+from rayloader.epoch.hosts import fleet_for, loaders
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
 from rayloader.epoch.to_device import Moved, delivery_of, device_of
@@ -310,7 +310,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             num_workers=self._num_workers,
             num_processes=self._num_hosts,
             accelerator=self._delivery.accelerator,
-            lock=self.position.lock,
         )
         try:
             setups = [
@@ -377,8 +376,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             raise
         if task is None:
             self._tally.ended()
-            assert self._fleet is not None
-            self._fleet.processes.settle_output()
             self.position.ends()
             if not self._persistent_workers:
                 self._release()
@@ -407,12 +404,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
         """Gives the fleet back."""
         if self._fleet is not None:
             _end(self._fleet, self._engine, reuse=not self._options.fresh_processes)
-
-    def resize(self, count: int) -> None:
-        """Changes the number of actors that host the same workers; at once, if there is an epoch in progress."""
-        self._num_hosts = min(self._num_workers, count)
-        if self._fleet is not None and self._fleet.usable and self._engine is not None:
-            self._engine.resize(self._num_hosts)
 
     @property
     def last_task(self) -> Task:
@@ -472,7 +463,6 @@ def close_all() -> None:
         with contextlib.suppress(Exception):  # one that cannot be closed must not keep the others open
             iterator._close()
     loaders.clear()
-    datasets.clear()
 
 
 def _keep_after_fork() -> None:

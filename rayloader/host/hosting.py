@@ -2,18 +2,10 @@
 
 Promise: only the active worker uses the process's random generators. No Ray, and no channel.
 
-NOTE [Finalizers]. Torch's worker is a fork of the trainer, and ends by `os._exit`. When it ends, its iterator is
-finalized, because the function that holds it returns, and so is what `multiprocessing` finalizes at the end of a
-process. The dataset is not, nor is anything else that it holds by then: no `__del__`, no `weakref.finalize` and no
-`atexit` callback runs, and a folder that the dataset would remove remains for the trainer. Our process drops the
-dataset and goes on, but it does not run them either. The files, mappings and memory that the objects hold are released
-all the same. The process itself is ended by signals, or by Ray, which lets it exit when nobody refers to its actor:
-then it exits as torch's worker does.
-
-A process in which finalizers of weak references, or of `multiprocessing`, were left out does not work for another
-epoch: they might have removed what that epoch would find, such as an entry that a library keeps by the identity of an
-object. A `__del__` concerns the object alone, and many a dataset has one that closes a file: such processes go on,
-unless they keep more and more files open.
+NOTE [Finalizers]. Torch's worker ends by `os._exit`: its iterator is finalized, because the function that holds it
+returns, and the dataset is not. No `__del__` of it and no `atexit` callback runs: a folder that the dataset would
+remove remains for the trainer. An actor's process drops the dataset and goes on, but runs no `__del__` either. The
+files, mappings and memory that the objects hold are released all the same.
 """
 
 from __future__ import annotations
@@ -29,13 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rayloader._compat import (
-    call_at_begin_of_exit,
-    finalizers_of_processes,
-    finalizers_of_weak_references,
-    run_exit_finalizers,
-    set_worker_info,
-)
+from rayloader._compat import call_at_begin_of_exit, set_worker_info
 from rayloader.data.shard_info import nobody_reads
 from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.protocol import Answer, Result
@@ -63,7 +49,6 @@ class Hosting:
         self._lane = lane
         self._workers: dict[int, HostedWorker] = {}  # by their ids
         self._at_work: HostedWorker | None = None  # the active one, whose generators are the process's
-        self._left_out: list[str] = []  # finalizers of workers that have gone
         # For `Answer.spent`, perf_counter() or seconds.
         self._free_since = 0.0  # when it had finished all its calls
         self._answered = 0.0  # when the last answer was ready
@@ -80,10 +65,6 @@ class Hosting:
         if worker_id in self._workers:
             self._workers[worker_id].hurry()
 
-    def failure(self, worker_id: int) -> str:
-        """Why a worker cannot build anything; an empty text if it can."""
-        return self._workers[worker_id].failure
-
     def add(self, worker_id: int, worker: HostedWorker) -> None:
         """This process hosts the worker from now on, and it is the active one."""
         self.remove(worker_id)
@@ -96,31 +77,22 @@ class Hosting:
         """This process no longer hosts the worker."""
         if worker_id in self._workers:
             self._workers[worker_id].end()
-            with without_finalizers() as left_out:
+            with without_finalizers():
                 if self._at_work is self._workers[worker_id]:
                     self._nobody_works()
                 del self._workers[worker_id]
-            self._left_out += left_out
 
     def end(self) -> None:
         """What torch's worker finalizes itself at its end, its iterator, is finalized."""
         for worker_id in self._workers:  # no variable may keep a worker: `clear` drops it
             self._workers[worker_id].end()
 
-    def clear(self) -> list[str]:
-        """This process hosts no worker any more: what torch's workers finalize at their end is finalized.
-
-        Returns:
-            The kinds of finalizers that were left out, after which the process must not go on.
-        """
+    def clear(self) -> None:
+        """This process hosts no worker any more."""
         self.end()
-        run_exit_finalizers(float("-inf"))  # as `multiprocessing` does when one of its processes ends
-        with without_finalizers() as left_out:
+        with without_finalizers():
             self._workers.clear()
             self._nobody_works()
-        left_out += self._left_out
-        self._left_out = []
-        return left_out
 
     def _nobody_works(self) -> None:
         self._at_work = None
@@ -208,35 +180,19 @@ def _end_process(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def without_finalizers() -> Iterator[list[str]]:
-    """What is dropped in this block, or was garbage before, is not finalized in Python.
-
-    Yields:
-        A list to which the kinds of finalizers are added, left out by the end of the block, without which the process
-        must not go on.
-    """
-    left_out: list[str] = []
-    for priority, number in list(finalizers_of_processes):
-        if priority is None:  # not for the end of the process
-            left_out.append("a finalizer of `multiprocessing`")
-            finalizers_of_processes.pop((priority, number), None)
+def without_finalizers() -> Iterator[None]:
+    """No `__del__` in Python runs of what is dropped in this block, or was garbage before."""
     methods = list(_methods())
-    of_references = {one: info.func for one, info in list(finalizers_of_weak_references.items())}
     for kind, _ in methods:
         type.__setattr__(kind, "__del__", _nothing)
-    for one in of_references:
-        finalizers_of_weak_references[one].func = functools.partial(_note, left_out)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # files that are not closed explicitly
-            yield left_out
+            yield
             gc.collect()
     finally:
         for kind, method in methods:
             type.__setattr__(kind, "__del__", method)
-        for one, callback in of_references.items():
-            if (info := finalizers_of_weak_references.get(one)) is not None:
-                info.func = callback
 
 
 def _methods() -> Iterator[tuple[type, Any]]:
@@ -252,17 +208,3 @@ def _methods() -> Iterator[tuple[type, Any]]:
 
 def _nothing(_: object) -> None:
     pass
-
-
-def _note(left_out: list[str], *_: object, **__: object) -> None:
-    left_out.append("a `weakref.finalize`")
-
-
-def open_files() -> int:
-    """The number of files and folders that this process has open, sockets, pipes and anonymous memory not counted."""
-    count = 0
-    for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # it is that of the list itself
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-            count += target.startswith("/") and not target.startswith(("/memfd:", "/dev/"))
-    return count

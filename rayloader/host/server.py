@@ -15,7 +15,7 @@ from rayloader.host.worker import BuildOrder
 from rayloader.protocol import Answer, Down, Served, Setup, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
-from rayloader.transport import local_line, tcp_line
+from rayloader.transport import local_line
 from rayloader.transport.lanes import Recycled, WorkerLane, pack, unpack
 from rayloader.transport.line import Line, LineError, packed
 
@@ -23,7 +23,7 @@ from rayloader.transport.line import Line, LineError, packed
 # cancelled.
 LOOK_SECONDS = 0.001
 
-Address = local_line.LineAddress | tcp_line.TcpAddress  # of a line
+Address = Any  # of a line: a LineAddress, or a TcpAddress
 
 _MANAGES = Down.START, Down.HURRY, Down.LEAVE
 
@@ -155,6 +155,8 @@ class LineServer:
         self._end_line()
         if isinstance(address, local_line.LineAddress):
             return local_line.connect(address)
+        from rayloader.actors import tcp_line
+
         self._copies = Recycled()
         return tcp_line.connect(address, self._copies.room)
 

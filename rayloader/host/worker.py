@@ -24,19 +24,17 @@ from torch.utils.data.graph_settings import apply_random_seed
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
 from rayloader.data.shard_info import Reader
-from rayloader.errors import ReplayError, add_note
+from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
 from rayloader.observe.histogram import pack
 from rayloader.protocol import ENDS, Replica, Result, ResultKind, Setup, carried
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
-from rayloader.replica import unpicklable
 from rayloader.resume.digest import chain, digest, of_error
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, has_state, load_state
-from rayloader.start.signals import exit_in_words
-from rayloader.transport import codec
+from rayloader.transport import codec, unpicklable
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
 

@@ -1,8 +1,7 @@
 """The random generators of a worker, restored in another process where they were: in the replica and in modules.
 
-Promise: a worker's `Generators` restores the states that those of the same worker had in another process; a generator
-that `Placed` has from the driver is restored as soon as the worker has imported its module, as a forked worker would
-have it: in the same state, at all the places where it was, and as one object.
+Promise: a worker's `Generators` restores the states that those of the same worker had in another process: at all the
+places where each was, and as one object.
 
 NOTE [Given and later]. The pickler of a replica meets each generator in it, and `reduce_generator` makes the
 worker's unpickler record each one: these are *given*, first those that a search finds, in its order, which is the same
@@ -10,11 +9,6 @@ in every worker. A fork was not unpickled, and has only what the search finds.
 The *later* ones (created by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample), and those of
 the program's modules that were drawn from, are found by `search`. In another process they are looked up by their paths
 and given their states; one that does not exist yet is created. Where that fails, batches that are rebuilt differ.
-
-NOTE [As imported]. Modules may draw while they are imported: `NOISE = common.RNG.normal(size=4)`. In the driver that
-mostly happened before the program seeded anything, and later draws are included in the states that are sent. So while a
-worker imports modules, the generators continue from where earlier imports have left them; then they are set to the
-driver's states, or back to where they were before.
 """
 
 from __future__ import annotations
@@ -91,10 +85,6 @@ def _note(make: Callable[..., Any], *arguments: Any) -> Any:
     if _noted is not None and isinstance(generator, KINDS):
         _noted.append(generator)
     return generator
-
-
-# See NOTE [As imported]: generators of this process that modules have created, with their states, by identity.
-_as_imported: dict[int, tuple[Any, Any]] = {}
 
 
 class Located(NamedTuple):
@@ -193,7 +183,7 @@ class Generators:
         self.given = distinct([*(one for one in of_replica if id(engine(one)) in self._known), *noted])
         self._at: dict[Path, Any] = {}  # those of the last look
         self.found_new = False
-        # In another process those of modules are like that too: as the driver has them, or as imports create them.
+        # In another process those of modules are like that too: as imports create them, or as a fork inherits them.
         of_modules = [one for one in found if _is_global(one) and id(engine(one.generator)) not in self._known]
         self._at_start = {id(one.generator): (one.generator, _picture(one.generator)) for one in of_modules}
         self._put_back: set[int] = set()  # of modules, and in another state than at the start
@@ -257,47 +247,3 @@ def _is_global(found: Found) -> bool:
 def _picture(generator: Any) -> bytes:
     """Its state, to be compared."""
     return pickle.dumps(state_of(generator))
-
-
-class Placed:
-    """Generators of the driver in a worker: placed when their modules are imported.
-
-    Args:
-        carried: their states.
-    """
-
-    def __init__(self, carried: tuple[Located, ...] = ()) -> None:
-        self._carried = carried
-        self._generators: dict[int, Any] = {}  # those in place, by their number in `carried`
-
-    @contextlib.contextmanager
-    def as_imported(self) -> Iterator[None]:
-        """Around the import of modules; see NOTE [As imported]."""
-        here = [generator for generator in self._generators.values() if id(generator) in _as_imported]
-        states = list(map(state_of, here))
-        for generator in here:
-            set_state(*_as_imported[id(generator)])
-        try:
-            yield
-        finally:
-            for generator, state in zip(here, states, strict=True):
-                _as_imported[id(generator)] = generator, state_of(generator)
-                set_state(generator, state)
-
-    def put_in(self, module: str) -> list[str]:
-        """A module has been imported: places its generators. Returns, in words, those that could not be placed."""
-        failed = []
-        for number, one in enumerate(self._carried):
-            paths = tuple(path for path in one.paths if path[0] == ("module", module))
-            if number in self._generators:
-                failed += bind(self._generators[number], paths, {})
-            elif paths:
-                for there in (follow(path, {}) for path in paths):
-                    if one.is_like(there):
-                        _as_imported.setdefault(id(there), (there, state_of(there)))
-                others = {id(engine(other)) for other in self._generators.values()}
-                generator, missing = place(one._replace(paths=paths), {}, others)
-                failed += missing
-                if generator is not None:
-                    self._generators[number] = generator
-        return list(map(in_words, failed))

@@ -316,7 +316,7 @@ def _planned(loader: Any, state: State, step: int, log: Log | None) -> _Plan:
 
 def _stream_workers(loader: Any, state: State) -> int:
     """How many workers the run had; this loader may have another number of processes for them."""
-    return state.num_workers or int(loader._stream_workers)
+    return state.num_workers or int(loader.num_workers)
 
 
 def _from_start(loader: Any, state: State, place: SavedPlace, step: int, *, is_free: bool) -> State:

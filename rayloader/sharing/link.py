@@ -24,15 +24,17 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayloader.actors import session
+from rayloader.actors.actor import RayAnswer, wait_for
+from rayloader.actors.image import Image
+from rayloader.actors.replica import module_folders
+from rayloader.actors.tcp_line import TcpDriverLine
 from rayloader.epoch.ahead import COPIED_AHEAD_BYTES, AheadThread
 from rayloader.errors import RaySessionError, ShareError, add_note
-from rayloader.inherit.process_state import ProcessState
 from rayloader.interrupts import TICK_S, Waker
 from rayloader.protocol import carried
 from rayloader.random.generators import RECORDED
 from rayloader.random.random_state import RandomState
-from rayloader.replica import unpicklable
-from rayloader.replica.image import Image
 from rayloader.sharing.messages import (
     NAMESPACE,
     Connection,
@@ -45,13 +47,10 @@ from rayloader.sharing.messages import (
     nbytes_of,
 )
 from rayloader.sharing.producer import Producer
-from rayloader.start import session
-from rayloader.transport import codec
+from rayloader.transport import codec, unpicklable
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError, Message
 from rayloader.transport.mapped import Mappings
-from rayloader.transport.tcp_line import TcpDriverLine
-from rayloader.workers.actor import RayAnswer, wait_for
 from rayloader.workers.connection import NONE_YET
 
 # After this many seconds of waiting for others, a consumer logs which ones it waits for.
@@ -161,8 +160,8 @@ def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
             add_note(error, f"It cannot be sent to the producer: {explanation}")
         raise
     image = Image.write(encoded, mappings)
-    process = ProcessState.capture(session.node_id())
-    return Pipeline(image.address, list(encoded.carried), None, process, RandomState.capture([])), image
+    random = RandomState.capture([])
+    return Pipeline(image.address, list(encoded.carried), None, session.node_id(), module_folders(), random), image
 
 
 def end(producer: Any) -> None:

@@ -7,10 +7,9 @@ import struct
 from enum import Enum
 from typing import Any, NamedTuple
 
+from rayloader.actors.image import ImageAddress
 from rayloader.errors import RayloaderError
-from rayloader.inherit.process_state import ProcessState
 from rayloader.random.random_state import RandomState
-from rayloader.replica.image import ImageAddress
 from rayloader.transport.line import Message, Parcel, packed
 
 # Of producers' actors, independent of the namespaces of the programs that meet in one Ray.
@@ -33,12 +32,13 @@ class Terms(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """What the producer opens the loader from, in the program's state when it was shared."""
+    """What the producer opens the loader from, with the program's global generators as they were when it was shared."""
 
     image: ImageAddress
     carried: list[Any]
     contents: list[Any] | None  # Ray's object with the image's bytes, if its files cannot be opened
-    process: ProcessState
+    node_id: str  # the program's
+    sys_path: list[str]  # where it finds modules
     random: RandomState
 
 

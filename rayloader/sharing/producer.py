@@ -21,6 +21,7 @@ import functools
 import logging
 import os
 import pickle
+import sys
 import time
 import traceback
 import uuid
@@ -31,12 +32,11 @@ from typing import Any, TypeVar
 import cloudpickle
 import ray
 
+from rayloader.actors import session, tcp_line
+from rayloader.actors.image import decode_replica, open_image
 from rayloader.errors import ConsumerDroppedError, ShareError, StateError, add_note
-from rayloader.inherit.process_state import Baseline
 from rayloader.options import is_whole
 from rayloader.protocol import carried
-from rayloader.replica import unpicklable
-from rayloader.replica.image import decode_replica, open_image
 from rayloader.sharing.ledger import END, Ledger, Place, PlacesLeft, Step
 from rayloader.sharing.messages import (
     REFUSALS,
@@ -48,8 +48,7 @@ from rayloader.sharing.messages import (
     for_line,
     packed_content,
 )
-from rayloader.start import session
-from rayloader.transport import codec, tcp_line
+from rayloader.transport import codec, unpicklable
 from rayloader.transport.lanes import Recycled, to_wire
 from rayloader.transport.line import Line, Message
 from rayloader.transport.memory_file import MemoryFileError
@@ -387,9 +386,8 @@ class HostedLoader:
 
     def open(self, pipeline: Pipeline) -> bool:
         """Opens the loader; False if that requires the image's contents. Raises the errors of unpickling it."""
-        own = {key for key in os.environ if key.startswith("RAY_")}
-        here = pipeline.process.node_id == session.node_id()
-        Baseline(session.node_id(), own).adopt(pipeline.process)
+        here = pipeline.node_id == session.node_id()
+        sys.path[:] = [*pipeline.sys_path, *(entry for entry in sys.path if entry not in pipeline.sys_path)]
         contents = ray.get(pipeline.contents[0]) if pipeline.contents is not None else None
         try:
             opened = open_image(pipeline.image, here=here, contents=contents)

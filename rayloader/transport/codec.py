@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
 import io
 import math
 import pickle
@@ -187,7 +186,7 @@ def encode(
         bulk.GroupHeader(group.of_tensors, group.dtype, group.shape, group.writable, len(parts))
         for group, parts in zip(groups, gathered, strict=True)
     ]
-    header = pickle.dumps((uses, extents, headers, [some.header for some in views], list(pickler.modules)), PROTOCOL)
+    header = pickle.dumps((uses, extents, headers, [some.header for some in views]), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
     carried, overlap = pickler.carried_objects, pickler.overlap()
@@ -277,16 +276,6 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def import_modules(skeleton: Buffer) -> None:
-    """Imports what `decode` would import for the classes and functions of a replica, in the same order.
-
-    Raises:
-        Exception: what a module raises, as from `decode`.
-    """
-    for name in _header_of(memoryview(skeleton)).modules:
-        importlib.import_module(name)
-
-
 def _header_of(skeleton: memoryview) -> _Header:
     return _header(bytes(skeleton[-_LENGTH - int.from_bytes(skeleton[-_LENGTH:], "little") : -_LENGTH]))
 
@@ -297,13 +286,12 @@ def _header(header: bytes) -> _Header:
 
 
 class _Header(NamedTuple):
-    """The data at the end of a skeleton; the last three only for replicas."""
+    """The data at the end of a skeleton; the last two only for replicas."""
 
     uses: list[int]  # what each reference means: bulk part or, after those, buffer; or -1 - carried
     extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
     groups: list[bulk.GroupHeader]
     views: list[bulk.ViewsHeader]  # their spans are the last uses
-    modules: list[str]  # of classes and functions that are pickled by name
 
 
 # ---- plain batches

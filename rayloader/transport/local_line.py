@@ -21,7 +21,6 @@ from rayloader.transport.line import Line, LineError, LineSocket, ListeningLine,
 from rayloader.transport.memory_file import MemoryFileError, this_machine
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-STANDARD_STREAMS = 1, 2  # descriptors of standard output and standard error
 
 
 class LineAddress(NamedTuple):
@@ -117,27 +116,8 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def hand_over(connection: LineSocket, descriptors: dict[int, int]) -> None:
-    """Sends a new connection copies of descriptors of this process, as far as they are open, by their numbers there."""
-    sent = {number: descriptor for number, descriptor in descriptors.items() if _is_open(descriptor)}
-    with contextlib.suppress(OSError):  # it has gone again
-        socket.send_fds(connection, [bytes(sent) or b"\0"], list(sent.values()))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
-def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> Line:
-    """The worker's end.
-
-    Args:
-        address: of the driver's end.
-        handed_over: collects copies of the descriptors that the driver sends at once, by their numbers there.
+def connect(address: LineAddress) -> Line:
+    """The worker's end; `address`: of the driver's.
 
     Raises:
         LineError: the driver is on another machine or in other namespaces, has gone, or another process answers there.
@@ -150,11 +130,6 @@ def connect(address: LineAddress, handed_over: dict[int, int] | None = None) -> 
             connection.connect(f"\0{address.name}")
             if peer(connection) != (address.pid, address.uid):
                 raise LineError(f"{address.name} must be process {address.pid}, and is another one")
-            if handed_over is not None:
-                numbers, copies, *_ = socket.recv_fds(connection, len(STANDARD_STREAMS), len(STANDARD_STREAMS))
-                if not numbers:
-                    raise LineError(f"{address.name} was closed by the driver, which has no descriptor left")
-                handed_over.update(zip(numbers, copies, strict=False))
         except BaseException:  # including Ctrl-C: no other code has the socket yet
             connection.close()
             raise

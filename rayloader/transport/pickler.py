@@ -5,7 +5,7 @@ the storages inside. Anything else is cloudpickle's, with what that leaves out (
 3.1.3 code arrives without the name of its file, so that tracebacks and warnings from functions of `__main__` would show
 `<dynamic-code>`, and no lines; functions under `functools.lru_cache` that no import finds arrive with an empty cache;
 and `__slots__` are added to a class that is recreated, because instances that have a `__dict__` could not be recreated
-from the driver's class. Locks and proxies of a replica, which a fork inherits, are made anew: locks arrive unlocked.
+from the driver's class. Proxies of a `multiprocessing` manager bring along its key, as to a spawned process.
 
 NOTE [The driver's classes]. Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and
 overwrites the class, attribute by attribute, in a process that has the id already. From driver to worker that is
@@ -24,15 +24,14 @@ import functools
 import importlib
 import io
 import mmap
-import multiprocessing  # cloudpickle too wants the module to be there
+import multiprocessing  # noqa: F401  # cloudpickle wants the module to be there
 import operator
 import pickle
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from weakref import CallableProxyType, ProxyType, WeakKeyDictionary
+from weakref import WeakKeyDictionary
 
 import cloudpickle
 import numpy as np
@@ -211,7 +210,6 @@ class Pickler(ByValuePickler):
         self.from_accelerators: dict[int, torch.UntypedStorage] = {}  # copies of a replica's storages, by address
         self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
         self.special_names: dict[str, set[str]] = {}  # of special objects in modules of functions that travel by value
-        self.modules: dict[str, None] = {}  # of what a replica refers to by name, in the order in which it is met
         self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
 
     def reducer_override(self, obj: Any) -> Any:
@@ -261,7 +259,7 @@ class Pickler(ByValuePickler):
         if issubclass(kind, type):
             if self.known_classes:
                 return _reduce_by_id(obj, super().reducer_override)
-            return self._noted(obj, _with_slots(obj, super().reducer_override(obj)))
+            return _with_slots(obj, super().reducer_override(obj))
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
             if hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__"):
                 return self._of_delegate(obj)
@@ -272,7 +270,7 @@ class Pickler(ByValuePickler):
             raise refusal(obj, "torch.compile has made it, outside of any module that workers can import")
         if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
             self.copied = self._copied_special(obj)
-        return self._noted(obj, reduced)
+        return reduced
 
     def _storage(self, obj: Any, kind: type) -> Any:
         """How a storage is pickled; None for as its class says."""
@@ -297,12 +295,6 @@ class Pickler(ByValuePickler):
         if storage.data_ptr() not in self.from_accelerators:
             self.from_accelerators[storage.data_ptr()] = storage.cpu()
         return self.from_accelerators[storage.data_ptr()]
-
-    def _noted(self, definition: Any, reduced: Any) -> Any:
-        """The reduction of a class or a function, whose module is noted if that is imported to find it by name."""
-        if reduced is NotImplemented and self.mapped is not None and isinstance(definition.__module__, str):
-            self.modules[definition.__module__] = None
-        return reduced
 
     def _of_delegate(self, obj: Any) -> Any:
         """A reduction after which unpickling does not ask the object for `__setstate__`.
@@ -335,7 +327,7 @@ class Pickler(ByValuePickler):
 
     def _of_replica(self, obj: Any, kind: type) -> Any:
         """How it is pickled in a replica; None for as in a batch."""
-        if kind not in copyreg.dispatch_table and (reduction := _made_anew(obj, kind)) is not None:
+        if (reduction := _with_key(obj, kind)) is not None:
             return reduction
         if issubclass(kind, DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
@@ -533,33 +525,13 @@ def refusal(obj: Any, why: str) -> TypeError:
     return TypeError(f"cannot pickle {type(obj).__name__!r} object: {why}")
 
 
-def _referent(proxy: Any) -> tuple[Any, ...]:
-    """A weak proxy as the object itself: its own pickling would copy that, without end if that refers to the proxy."""
-    return itself, (proxy.__reduce_ex__.__self__,)
-
-
-_MADE_ANEW: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    type(threading.Lock()): lambda _: (threading.Lock, ()),
-    type(threading.RLock()): lambda _: (threading.RLock, ()),
-    threading.local: lambda local: (threading.local, (), dict(vars(local))),
-    ProxyType: _referent,
-    CallableProxyType: _referent,
-}
-
-
-def _made_anew(obj: Any, kind: type) -> tuple[Any, ...] | None:
-    """How a lock or a proxy of a replica is made anew in a worker; None for anything else."""
-    if (reduce := _MADE_ANEW.get(kind)) is not None:
-        return reduce(obj)
-    if issubclass(kind, threading.Thread):  # whose locks alone would be
-        raise refusal(obj, "a thread of this process")
+def _with_key(obj: Any, kind: type) -> tuple[Any, ...] | None:
+    """A proxy of a manager, with the manager's key; None for anything else."""
     managers: Any = sys.modules.get("multiprocessing.managers")
-    if managers is not None and kind.__reduce__ is managers.BaseProxy.__reduce__:
-        rebuild, (make, token, serializer, options), *state = obj.__reduce__()
-        if obj._authkey != multiprocessing.current_process().authkey:  # which workers on this machine have
-            options = {**options, "authkey": bytes(obj._authkey)}
-        return rebuild, (make, token, serializer, options), *state
-    return None
+    if managers is None or kind.__reduce__ is not managers.BaseProxy.__reduce__:
+        return None
+    rebuild, (make, token, serializer, options), *state = obj.__reduce__()
+    return rebuild, (make, token, serializer, {**options, "authkey": bytes(obj._authkey)}), *state
 
 
 def _check_can_leave(obj: Any, kind: type) -> None:

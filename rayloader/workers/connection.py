@@ -28,9 +28,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from rayloader._compat_ray import on_completed
 from rayloader.interrupts import Waker
-from rayloader.protocol import Down, Setup, Source, Up
+from rayloader.protocol import Down, Setup, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
@@ -91,8 +90,8 @@ class Channel(ABC):
         self._mailbox = mailbox
 
     @abstractmethod
-    def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> Started:
-        """`WorkerProcess.start`."""
+    def start(self, source: Any, setup: Setup, state: WorkerState | None) -> Started:
+        """Lets the process be a worker, newly started or as in `state`; `source`: see `Processes.sources`."""
 
     @abstractmethod
     def hurry(self, worker_id: int) -> None:
@@ -234,7 +233,7 @@ class ForkCalls(LineCalls):
         self._starts: deque[Started] = deque()  # not answered, oldest first
 
     @override
-    def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> Started:
+    def start(self, source: Any, setup: Setup, state: WorkerState | None) -> Started:
         self._manage(Down.START, setup.worker_id, setup, state)
         self._starts.append(Started())
         return self._starts[-1]
@@ -341,14 +340,19 @@ class Mailbox:
 
     # ---- answers to Ray calls
 
-    def watch(self, ref: Any, channel: Channel | None = None) -> None:
-        """The answer to this call will end a wait, and make its channel ready."""
-        if ref not in self._answers:
-            self._answers[ref] = NONE_YET
-            on_completed(ref, functools.partial(self._answered, ref, channel))
+    def expect(self, ref: Any, channel: Channel | None = None) -> Callable[[Any], None] | None:
+        """The answer to this call will end a wait, and make its channel ready.
+
+        Returns:
+            What is to be called with the answer, by any thread; None if that was arranged before.
+        """
+        if ref in self._answers:
+            return None
+        self._answers[ref] = NONE_YET
+        return functools.partial(self._answered, ref, channel)
 
     def __getitem__(self, ref: Any) -> Any:
-        """The answer to a watched call, Ray's error if there will be none, or NONE_YET."""
+        """The answer to an expected call, Ray's error if there will be none, or NONE_YET."""
         return self._answers[ref]
 
     def forget(self, ref: Any) -> None:

@@ -21,7 +21,6 @@ from rayloader.workers.connection import Mailbox, Message, ProcessLost
 from rayloader.workers.janitor import janitor
 from rayloader.workers.process import NeverStarts, Process
 from rayloader.workers.processes import Processes, Verdict
-from rayloader.workers.takeover import Takeover
 from rayloader.workers.worker import Worker
 
 # While waiting for workers to report where they are: how often to check whether that has become hopeless, in seconds.
@@ -35,28 +34,23 @@ class Fleet:
 
     Args:
         processes: where they come from.
-        takeover: brings the workers to actors, if they are in forks.
         accelerator: for which the memory of batches is page-locked.
 
     Attributes:
-        processes: as above; others once the workers have moved to actors.
+        processes: as above.
         mailbox: the channels to the processes.
         actors: the processes, in the order in which they host.
         workers: by worker id.
     """
 
-    def __init__(
-        self, processes: Processes, takeover: Takeover | None = None, accelerator: Accelerator | None = None
-    ) -> None:
+    def __init__(self, processes: Processes, accelerator: Accelerator | None = None) -> None:
         self.processes = processes
-        self._takeover = takeover
         self._accelerator = accelerator
         self._released = False
         self._pid = os.getpid()
         self.mailbox = Mailbox(janitor.later)  # whose thread ends what finalizers leave behind
         self.actors: list[Any] = []
         self.workers: list[Worker] = []
-        self._goal = 0  # of forks: to how many actors the workers will move
         # Requested while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Any, tuple[list[Worker], int]] = {}
         self._replaced: list[Any] = []  # replacements were requested, because their nodes will leave
@@ -99,8 +93,6 @@ class Fleet:
         if os.getpid() != self._pid:
             return
         self._released = True
-        if self._takeover is not None:
-            self._takeover.close()
         self.mailbox.close()
         self.processes.release(busy=busy, reuse=reuse)
 
@@ -109,8 +101,8 @@ class Fleet:
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come; False if nothing has."""
         self.check_session()
-        for ref in self.awaited:
-            self.mailbox.watch(ref)
+        for process in self.awaited:
+            process.watch_start(self.mailbox)
         return self.mailbox.wait(timeout)
 
     def receive(self, *, all_channels: bool = True, was_read: bool = False) -> list[tuple[Process, Message]]:
@@ -122,10 +114,10 @@ class Fleet:
         return arrived
 
     @property
-    def awaited(self) -> list[Any]:
-        """The Ray calls to wait for: their answers allow workers that are away to start, or to move."""
+    def awaited(self) -> list[Process]:
+        """The processes whose start is awaited: workers that are away will begin there, or move there."""
         hosts = {id(worker.host): worker.host for worker in self.workers if worker.away and not worker.host.lost}
-        return [host.awaited for host in (*hosts.values(), *self._coming) if host.awaited is not None]
+        return [process for process in (*hosts.values(), *self._coming) if process.tells_start]
 
     @property
     def leased_bytes(self) -> int:
@@ -262,8 +254,7 @@ class Fleet:
     @property
     def may_spread(self) -> bool:
         """Whether there may be work for `spread`; the question costs next to nothing."""
-        takeover = self._takeover
-        return bool(self._coming or self.processes.drains or (takeover is not None and takeover.has_news))
+        return bool(self._coming or self.processes.drains)
 
     def spread(self) -> list[Worker]:
         """Moves workers to processes of their own that have come, and away from nodes that will leave.
@@ -274,8 +265,6 @@ class Fleet:
         Returns:
             The workers that move; they are away now.
         """
-        if self._takeover is not None and self._takeover.has_news:
-            return self._hand_over(self._takeover)
         before = self.actors
         draining = [actor for actor in before if not actor.lost and self.processes.is_draining(actor)]
         for actor in draining:
@@ -296,24 +285,6 @@ class Fleet:
             if actor not in self.actors and not actor.lost:
                 self._end(actor)
         return moved
-
-    def _hand_over(self, takeover: Takeover) -> list[Worker]:
-        """Moves all workers from forks to actors, if these are ready."""
-        ready = takeover.step(self.workers, self._goal)
-        if ready is None:
-            return []
-        self._takeover = None
-        if not ready[0].usable:  # Ray was shut down meanwhile
-            return []
-        forks, before = self.processes, self.actors
-        self.processes, new = ready
-        for worker in self.workers:
-            worker.leave()
-        self.mailbox.flush()
-        for fork in before:
-            self.mailbox.remove(fork)
-        forks.release(busy=True, reuse=False)
-        return self._move(before, new)
 
     def _is_late(self, process: Any) -> bool:
         """Whether its workers must leave it at once: its node leaves, or they have waited long enough for room."""
@@ -338,39 +309,7 @@ class Fleet:
                     worker.moves_to(new)
                     moved.append(worker)
                 self.actors = self._hosts
-            self.mailbox.forget(new.awaited)  # a wait has watched it
             del self._coming[new]
-        return moved
-
-    def resize(self, count: int) -> list[Worker]:
-        """Changes the number of processes that host the same workers.
-
-        Forks stay as they are: it is the number of actors to which the workers will move.
-
-        Returns:
-            The workers that move; they are away now.
-        """
-        self.check_session()
-        if not self.processes.host_several:
-            self._goal = count
-            return []
-        while self._coming:
-            self.processes.give_back(self._coming.popitem()[0])
-        self._replaced.clear()
-        self.lend(max(0, count - len(self.actors)))
-        kept, spare = self.actors[:count], self.actors[count:]
-        self.actors = kept
-        moved = []
-        for worker in self.workers:
-            host = kept[worker.worker_id % len(kept)]
-            if host is not worker.host:
-                if worker.host in kept:
-                    worker.leave()
-                worker.moves_to(host)
-                moved.append(worker)
-        for actor in spare:
-            self.mailbox.remove(actor)
-            self.processes.give_back(actor)
         return moved
 
     def _move(self, old: list[Any], new: list[Any]) -> list[Worker]:

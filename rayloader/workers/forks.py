@@ -15,21 +15,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import override
 
-from rayloader.errors import RayloaderError
+from rayloader.errors import RayloaderError, exit_in_words
 from rayloader.namespaces import own_modules
-from rayloader.protocol import Source, WorkerAddress
-from rayloader.start.signals import exit_in_words
-from rayloader.start.zygote import Zygote
+from rayloader.protocol import WorkerAddress
 from rayloader.transport.local_line import DriverLine, LineAddress
 from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, ForkCalls, Mailbox
 from rayloader.workers.janitor import janitor
 from rayloader.workers.process import NeverStarts, Process
 from rayloader.workers.processes import Processes
+from rayloader.workers.zygote import Zygote
 
 logger = logging.getLogger("rayloader")
 
@@ -90,17 +88,12 @@ class Forks(Processes):
 
     Args:
         work: what a fork does with its line, and with messages that come before those of the line.
-        prepare: what one fork does for `Zygote.prepared`.
     """
 
-    host_several = False  # a fork has one dataset object, and no other can be made of it
-
-    def __init__(
-        self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
-    ) -> None:
+    def __init__(self, work: Callable[[LineAddress, list[bytes]], object]) -> None:
         janitor.start()
         own_modules()  # examines those that have been imported since: or each fork would do that
-        self._new_zygote = functools.partial(Zygote, work, prepare)
+        self._new_zygote = functools.partial(Zygote, work)
         self.zygote = self._new_zygote()
         self._forks: list[Fork] = []
 
@@ -143,7 +136,7 @@ class Forks(Processes):
         return ForkCalls(process, mailbox, line, functools.partial(process.zygote.fork, line.address))
 
     @override
-    def sources(self, others: list[Fork]) -> Callable[[Fork], Source | None]:
+    def sources(self, others: list[Fork]) -> Callable[[Fork], None]:
         return _nothing
 
     @override

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
-from rayloader.start import session, zygote
+from rayloader.workers import zygote
 
 logger = logging.getLogger("rayloader")
 
@@ -32,16 +32,17 @@ class Janitor:
 
     `later` only enqueues. It takes no lock, calls no other code and never waits, so that a finalizer may call it at any
     point; in a forked child it does nothing. Jobs run one after the other in the thread `rayloader-janitor`, which no
-    Ctrl-C reaches, so each runs to its end. The thread sleeps until a job or a deadline; it never polls. See NOTE [our
-    thread and Ray's shutdown] in session.py for when it may call Ray.
+    Ctrl-C reaches, so each runs to its end. The thread sleeps until a job or a deadline; it never polls.
 
     Attributes:
+        between_jobs: makes what is entered around each job: a lock of actors/session.py, where Ray is used.
         tidies: called after each job and at their own deadlines; each returns the seconds until the next one, None if
             there is none.
     """
 
     def __init__(self, *tidies: Callable[[], float | None]) -> None:
         self.tidies = list(tidies)
+        self.between_jobs: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._abandoned: Any = None
         self._begin()
 
@@ -108,7 +109,7 @@ class Janitor:
                 if job is threading.current_thread():
                     return
                 job = _nothing  # it has ended already, and this is a second request
-            with session.no_shutdown():
+            with self.between_jobs():
                 seconds_left = self._do(job)
                 job = _nothing  # drops the job's references now: dropping Ray's references calls Ray
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rayloader.protocol import WorkerAddress
 from rayloader.transport.lanes import ArenaLane
+
+if TYPE_CHECKING:
+    from rayloader.workers.connection import Mailbox
 
 
 class NeverStarts(Exception):
@@ -31,9 +34,12 @@ class Process:
     vanished: bool = False  # nobody knows what happened to it: its whole node may be gone
 
     @property
-    def awaited(self) -> Any:
-        """The Ray call whose answer says that it has started; None if there is none."""
-        return None
+    def tells_start(self) -> bool:
+        """Whether a wait can end because it has started; see `watch_start`."""
+        return False
+
+    def watch_start(self, mailbox: Mailbox) -> None:
+        """Lets its start end a wait of this mailbox."""
 
     def has_started(self) -> bool:
         """Whether it runs by now; if so, notes where.

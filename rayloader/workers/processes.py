@@ -11,7 +11,6 @@ from enum import Enum
 from typing import Any
 
 from rayloader.errors import RaySessionError
-from rayloader.protocol import Source
 from rayloader.workers.connection import Channel, Mailbox
 
 
@@ -33,13 +32,12 @@ class Processes(ABC):
         most_unanswered: how many tasks of one worker may be unanswered, beyond those that torch's would have.
         leased_bytes: bytes of memory outside arenas in which batches lie.
         all_are_near: all processes are known to run on this machine, before they have reported where.
-        host_several: each may host several workers, with a dataset object for each.
     """
 
     uses_store = copies = False
     most_unanswered: float = float("inf")
     leased_bytes = 0
-    all_are_near = host_several = True
+    all_are_near = True
 
     def check(self) -> None:  # noqa: B027
         """Raises RaySessionError unless the processes, which were not released, can be used."""
@@ -79,7 +77,7 @@ class Processes(ABC):
         """A channel to a process."""
 
     @abstractmethod
-    def sources(self, others: list[Any]) -> Callable[[Any], Source | None]:
+    def sources(self, others: list[Any]) -> Callable[[Any], Any]:
         """Tells where each of some processes gets the replica from; `others`: those of the fleet. None: it has it."""
 
     def is_draining(self, process: Any) -> bool:
@@ -111,6 +109,3 @@ class Processes(ABC):
             WorkerStartError: they have found no place, or do not start there, and there are no others.
         """
         return Verdict.WAIT
-
-    def settle_output(self) -> None:  # noqa: B027
-        """Waits until all log records that the workers have sent so far are handled."""

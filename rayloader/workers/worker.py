@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from rayloader.protocol import Setup, Source
+from rayloader.protocol import Setup
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.task import Task
 from rayloader.workers.connection import Channel, Mailbox, Started
@@ -74,8 +75,8 @@ class Worker:
         """The channel to its host, over which a call is made."""
         return self._mailbox.to(self.host)
 
-    def begin(self, source: Source | None) -> None:
-        """Tells its host that it is this worker, and from where to open its replica, unless it is a fork.
+    def begin(self, source: Any) -> None:
+        """Tells its host that it is this worker, and from where to open its replica; see `Processes.sources`.
 
         It then is where its journal's state is.
         """

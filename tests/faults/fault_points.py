@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-import rayloader.host.process
+import rayloader.actors.process
 
 EXIT_LIMIT = 30.0  # seconds for a process to end; on expiry the test fails
 SAMPLES = 16  # of the map-style dataset; and of all workers of the iterable one
@@ -209,7 +209,7 @@ def striking_worker(faults):
     """The class of the pool's actors, with places where no code of the user's runs."""
     here, packed = str(Path(__file__).parent), pickle.dumps(faults)
 
-    class WorkerProcess(rayloader.host.process.WorkerProcess):  # of this name, for Ray names the process after it
+    class WorkerProcess(rayloader.actors.process.WorkerProcess):  # of this name, for Ray names the process after it
         def __init__(self):
             sys.path.insert(0, here)  # its process does not know this module yet
             self.faults = pickle.loads(packed)

@@ -124,7 +124,7 @@ def striking_actors(ray_session, tmp_path_factory):
     """All actors of these tests have places for faults; two stay warm."""
     faults = Faults(tmp_path_factory.mktemp("faults"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rayloader.workers.pool, "_remote_worker", ray.remote(striking_worker(faults)))
+        patch.setattr(rayloader.actors.pool, "_remote_worker", ray.remote(striking_worker(faults)))
         keeper = DataLoader(range(2), num_workers=2, **OWN_ACTORS)
         assert len(list(keeper)) == 2
         yield faults
@@ -141,7 +141,7 @@ def faults(striking_actors):
 
 def wait_for_actors():
     """Until none is at a call that the last test has left: of a stream that ends more is asked than is awaited."""
-    calls = [actor.handle.hello.remote() for actor in rayloader.workers.pool.get_pool().actors]
+    calls = [actor.handle.hello.remote() for actor in rayloader.actors.pool.get_pool().actors]
     assert ray.wait(calls, num_returns=len(calls), timeout=EXIT_LIMIT)[1] == []
 
 

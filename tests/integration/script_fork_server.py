@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 
 import rayloader
 from rayloader import DataLoader
-from rayloader.start import session
-from rayloader.start.fork_server import HERE
+from rayloader.actors import session
+from rayloader.actors.fork_server import HERE
 
 SERVER, SCRIPT = HERE / "forking.py", HERE / "default_worker.py"
 

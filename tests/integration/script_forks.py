@@ -18,7 +18,7 @@ import psutil
 import torch
 
 import rayloader
-from rayloader.start import zygote
+from rayloader.workers import zygote
 from rayloader.workers.janitor import janitor
 
 EXIT_LIMIT = 30.0  # seconds for processes to end; on expiry the program fails

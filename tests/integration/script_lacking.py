@@ -1,4 +1,4 @@
-"""A program whose Ray lacks private names of `rayloader._compat_ray.COSTS`: it loads, loses a worker, and starts anew.
+"""A program whose Ray lacks private names of `rayloader.actors._compat_ray.COSTS`: it loads, loses a worker, and starts anew.
 
     python script_lacking.py NAME ...
 
@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 import rayloader
 from inside import kill_worker
 from lacking import ray_without
-from rayloader import _compat_ray
-from rayloader.start import session
+from rayloader.actors import _compat_ray
+from rayloader.actors import session
 
 names = sys.argv[1:]
 found, member = _compat_ray._found, _compat_ray._member

@@ -27,7 +27,7 @@ import rayloader
 from accelerator import Accelerator
 from latches import Gate, Mail
 from rayloader import RaySessionError
-from rayloader._compat_ray import own_start
+from rayloader.actors._compat_ray import own_start
 
 DataLoader = functools.partial(rayloader.DataLoader, workers="ray")
 

@@ -18,7 +18,7 @@ import psutil
 
 import rayloader
 from latches import Gate
-from rayloader.start.signals import SignalHandlers
+from rayloader.actors.signals import SignalHandlers
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM]
 heard = []

@@ -28,8 +28,8 @@ from probes import Calls, Stream, load
 from rayloader import DataLoader
 from rayloader.transport import arena, lanes
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
-from rayloader.workers import pool
-from rayloader.workers.pool import get_pool
+from rayloader.actors import pool
+from rayloader.actors.pool import get_pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

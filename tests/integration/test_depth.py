@@ -15,7 +15,7 @@ from rayloader import DataLoader
 from rayloader.epoch.engine import Engine
 from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import MemoryFileError
-from rayloader.workers.actors import CALLS_AHEAD
+from rayloader.actors.actors import CALLS_AHEAD
 from rayloader.workers.worker import Worker
 
 # Bytes of a batch that does not fit into a socket's buffer.

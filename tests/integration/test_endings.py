@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from probes import load
 from rayloader import DataLoader
-from rayloader.workers.pool import get_pool
+from rayloader.actors.pool import get_pool
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")]
 

@@ -23,7 +23,7 @@ from inside import kill_worker, pid_of, pid_of_zygote
 from latches import Gate
 from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
-from rayloader.start import zygote
+from rayloader.workers import zygote
 from test_scripts import finish, start
 
 pytestmark = [oversubscribed, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]

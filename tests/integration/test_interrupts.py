@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-import rayloader.workers.pool
+import rayloader.actors.pool
 from inside import live_actor_pids
 from interrupts import HANG_LIMIT, interrupted_at, no_hang
 from probes import Calls
@@ -197,12 +197,12 @@ def test_after_an_interrupted_close_of_an_arena_the_next_one_unlocks_it():
 @pytest.mark.parametrize("stride", [41, pytest.param(5, marks=pytest.mark.full)])
 def test_after_an_interrupted_shutdown_the_next_one_ends_every_actor(monkeypatch, stride):
     """Of a pool of its own: the session's Ray is to go on."""
-    monkeypatch.setattr(rayloader.workers.pool, "_pool", None)
+    monkeypatch.setattr(rayloader.actors.pool, "_pool", None)
     loader = make_loader("waiting")
     for number in numbers_of_points(stride):
         iterator, interrupt = iter(loader), None
         assert next(iterator).item() == 0
-        pool = rayloader.workers.pool.get_pool()
+        pool = rayloader.actors.pool.get_pool()
         (pid,) = live_actor_pids(pool)
         with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
             with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
@@ -217,4 +217,4 @@ def test_after_an_interrupted_shutdown_the_next_one_ends_every_actor(monkeypatch
             break
     else:
         pytest.fail("POINTS is too small")
-    rayloader.workers.pool.get_pool().shutdown()
+    rayloader.actors.pool.get_pool().shutdown()

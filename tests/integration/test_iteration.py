@@ -9,7 +9,7 @@ import ray
 import torch
 from torch.utils.data import BatchSampler, Sampler, Subset, get_worker_info
 
-import rayloader.workers.lifetimes
+import rayloader.actors.lifetimes
 from latches import Gate, Mail
 from probes import Calls, Stream, as_is, in_each_worker, load
 from rayloader import DataLoader
@@ -174,7 +174,7 @@ def test_an_epoch_that_is_given_up_is_not_waited_for(tmp_path):
 
 
 def test_a_worker_that_does_not_stop_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(rayloader.workers.lifetimes, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(rayloader.actors.lifetimes, "STOP_TIMEOUT_S", 0.1)
     gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
     def get(index):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayloader._compat_ray import _OF_TRAIN, COSTS
+from rayloader.actors._compat_ray import _OF_TRAIN, COSTS
 from test_scripts import finish, start
 
 NAMES = [name for name in COSTS if name != _OF_TRAIN]

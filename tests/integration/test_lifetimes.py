@@ -16,19 +16,19 @@ import ray
 
 import rayloader.epoch.hosts
 import rayloader.epoch.iterator
-import rayloader.workers.actor
-import rayloader.workers.actors
+import rayloader.actors.actor
+import rayloader.actors.actors
 import rayloader.workers.fleet
-import rayloader.workers.lifetimes
-import rayloader.workers.pool
+import rayloader.actors.lifetimes
+import rayloader.actors.pool
 import rayloader.workers.worker
 from inside import actors_of, live_actor_pids, lock_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
-from rayloader.replica.image import Image
-from rayloader.workers.actor import ActorState, Lease, wait_for
-from rayloader.workers.pool import get_pool
+from rayloader.actors.image import Image
+from rayloader.actors.actor import ActorState, Lease, wait_for
+from rayloader.actors.pool import get_pool
 from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -61,9 +61,9 @@ def pid(_):
 @pytest.fixture
 def patient(monkeypatch):
     """The next loader finds processes warm however long they take to stop."""
-    monkeypatch.setattr(rayloader.workers.pool, "GRACE_S", 60.0)
+    monkeypatch.setattr(rayloader.actors.pool, "GRACE_S", 60.0)
     for limit in ("REUSE_WAIT_S", "STOP_TIMEOUT_S"):  # however long the process takes to stop
-        monkeypatch.setattr(rayloader.workers.lifetimes, limit, EXIT_LIMIT)
+        monkeypatch.setattr(rayloader.actors.lifetimes, limit, EXIT_LIMIT)
 
 
 # ---- warm for the next loader
@@ -92,7 +92,7 @@ def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_i
     assert set(seen) == {seen[0]}
     processes = [psutil.Process(number) for number in seen[0]]
     get_pool().wait()  # the long one counts for what has come back
-    monkeypatch.setattr(rayloader.workers.pool, "GRACE_S", 0.5)
+    monkeypatch.setattr(rayloader.actors.pool, "GRACE_S", 0.5)
     assert set(load(pid, 1, **own)) == seen[0]
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
@@ -123,7 +123,7 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
 
 def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
     """Two actors of the session's: each is one of several that have answered."""
-    monkeypatch.setattr(rayloader.workers.lifetimes, "STOP_TIMEOUT_S", 60.0)  # none is late before this test says so
+    monkeypatch.setattr(rayloader.actors.lifetimes, "STOP_TIMEOUT_S", 60.0)  # none is late before this test says so
     loader = load(pid, 40, num_workers=2)
     iterator = iter(loader)
     next(iterator)
@@ -150,10 +150,10 @@ class Interrupt:
     FILES = tuple(
         module.__file__
         for module in (
-            rayloader.workers.actor,
-            rayloader.workers.actors,
-            rayloader.workers.pool,
-            rayloader.workers.lifetimes,
+            rayloader.actors.actor,
+            rayloader.actors.actors,
+            rayloader.actors.pool,
+            rayloader.actors.lifetimes,
             rayloader.workers.worker,
             rayloader.workers.fleet,
             rayloader.epoch.iterator,
@@ -212,18 +212,18 @@ def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(shared, step):
 
 
 def test_an_interrupt_while_actors_are_created_leaves_none_lent(own, monkeypatch):
-    real = rayloader.workers.pool._remote_worker
+    real = rayloader.actors.pool._remote_worker
     made = []
 
     class Interrupted:
         def options(self, **options):
             if len(made) == 1:
-                monkeypatch.setattr(rayloader.workers.pool, "_remote_worker", real)
+                monkeypatch.setattr(rayloader.actors.pool, "_remote_worker", real)
                 raise KeyboardInterrupt
             made.append(options)
             return real.options(**options)
 
-    monkeypatch.setattr(rayloader.workers.pool, "_remote_worker", Interrupted())
+    monkeypatch.setattr(rayloader.actors.pool, "_remote_worker", Interrupted())
     loader = load(pid, 2, **own)
     with pytest.raises(KeyboardInterrupt):
         iter(loader)
@@ -252,7 +252,7 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
         made.add(handle)
         return handle
 
-    monkeypatch.setattr(rayloader.workers.pool, "_remote_worker", Remote)
+    monkeypatch.setattr(rayloader.actors.pool, "_remote_worker", Remote)
     pool, interrupted = get_pool(), 0
     while True:
         interrupt = Interrupt(interrupted + 1)

@@ -24,9 +24,9 @@ from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
 from rayloader.epoch import inherited as inherited_module
-from rayloader.workers.actor import Actor, RayAnswer
-from rayloader.workers.pool import get_pool
-from rayloader.workers.ray_channels import ActorCalls
+from rayloader.actors.actor import Actor, RayAnswer
+from rayloader.actors.pool import get_pool
+from rayloader.actors.channels import ActorCalls
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

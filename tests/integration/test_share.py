@@ -139,7 +139,7 @@ def test_references_to_rays_objects_are_an_error_in_place_of_their_batch():
 
 
 def test_where_there_can_be_no_line_an_error_says_so(monkeypatch):
-    monkeypatch.setattr("rayloader.start.session.node_ip", lambda: "192.0.2.77")  # no address of this machine
+    monkeypatch.setattr("rayloader.actors.session.node_ip", lambda: "192.0.2.77")  # no address of this machine
     with (
         share(make(), consumers=1, name="lineless") as shared_loader,
         pytest.raises(ShareError, match=r"the share 'lineless' cannot connect to this consumer.*: can't listen"),

@@ -12,7 +12,7 @@ import rayloader
 from latches import Gate, Mail
 from probes import Calls
 from rayloader import DataLoader
-from rayloader.workers import lifetimes
+from rayloader.actors import lifetimes
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.utils.data
 
-import rayloader.workers.actors
+import rayloader.actors.actors
 from accelerator import LIMIT
 from inside import kill_worker
 from probes import Calls, as_is, load
@@ -66,7 +66,7 @@ def test_batches_of_rays_store_are_received_in_page_locked_memory(accelerator):
 
 
 def test_batches_from_the_network_are_received_in_page_locked_memory(accelerator, monkeypatch):
-    monkeypatch.setattr(rayloader.workers.actors, "LOCAL_LINES", False)
+    monkeypatch.setattr(rayloader.actors.actors, "LOCAL_LINES", False)
     batches = list(load(large, 6, num_workers=2, pin_memory=True))
     assert values(batches) == list(range(6))
     assert all(accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in batches)

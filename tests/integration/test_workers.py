@@ -23,7 +23,7 @@ from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
 from torch.utils.data._utils.worker import _generate_state
 
-import rayloader.workers.lifetimes
+import rayloader.actors.lifetimes
 from latches import Barrier, Mail
 from probes import Calls, Stream, as_is, in_each_worker, load, oversubscribed
 from rayloader import DataLoader
@@ -425,7 +425,7 @@ TRACES = [
 
 @pytest.mark.parametrize(("leave", "text"), TRACES, ids=[leave.__name__ for leave, _ in TRACES])
 def test_a_process_in_which_something_was_left_behind_serves_no_other_epoch(leave, text, caplog):
-    rayloader.workers.lifetimes._tell.cache_clear()
+    rayloader.actors.lifetimes._tell.cache_clear()
     own = {"ray_remote_args": {"num_cpus": 0, "memory": 2}}  # this actor serves no other test
     keeper = load(state, 1, **own)
     before = list(keeper)

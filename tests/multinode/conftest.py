@@ -23,8 +23,8 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-import rayloader.workers.actors
-import rayloader.workers.pool
+import rayloader.actors.actors
+import rayloader.actors.pool
 from inside import pool_if_any
 from multinode_data import AWAY, ON_EACH
 from multinode_waiting import remove_nodes, wait_until
@@ -71,8 +71,8 @@ def nodes():
             env_vars={"MACHINE": "away"},
         )
         ray.init(address=cluster.address, log_to_driver=False)
-        patch.setattr(rayloader.workers.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
-        patch.setattr(rayloader.workers.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm
+        patch.setattr(rayloader.actors.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
+        patch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()
         ray.shutdown()
@@ -153,7 +153,7 @@ def grace_ends(monkeypatch):
     """To be called when idle workers have been kept for as long as they are kept in a Ray that was joined."""
 
     def end():
-        monkeypatch.setattr(rayloader.workers.pool, "JOINED_GRACE_S", 0.0)
+        monkeypatch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 0.0)
         if (pool := pool_if_any()) is not None:
             pool.later(pool.tidy)
 

@@ -16,7 +16,7 @@ from multinode_waiting import wait_until
 from rayloader import DataLoader
 from rayloader.epoch.depth import Pace
 from rayloader.transport.lanes import SMALL_BYTES
-from rayloader.workers.actors import TASKS_AHEAD
+from rayloader.actors.actors import TASKS_AHEAD
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 

@@ -9,15 +9,15 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import rayloader.workers.placement
-import rayloader.workers.pool
+import rayloader.actors.placement
+import rayloader.actors.pool
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
-from rayloader.workers.actor import Lease, wait_for
+from rayloader.actors.actor import Lease, wait_for
 from rayloader.workers.connection import NONE_YET
 from rayloader.workers.fleet import Fleet
-from rayloader.workers.pool import get_pool
+from rayloader.actors.pool import get_pool
 from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.multinode
@@ -57,7 +57,7 @@ def short_limit(monkeypatch):
 @pytest.fixture
 def room_is_made(monkeypatch):
     """For workers that get a place, soon; a failure need not take the whole minute."""
-    monkeypatch.setattr(rayloader.workers.placement, "ROOM_PATIENCE_S", 1.0)
+    monkeypatch.setattr(rayloader.actors.placement, "ROOM_PATIENCE_S", 1.0)
     monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "20")
 
 
@@ -151,7 +151,7 @@ def broken_off(loader):
 )
 def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(epoch, nodes, monkeypatch):
     """Their loader lives, and the program waits for the task."""
-    monkeypatch.setattr(rayloader.workers.pool, "JOINED_GRACE_S", 0.5)
+    monkeypatch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 0.5)
     loader = load(1, length=40)
     epoch(loader)
     task = ray.remote(resources={"here": 0.1})(origin).remote()  # where the worker has the only CPU
@@ -259,7 +259,7 @@ def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
 @pytest.mark.full
 def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
     """Where the user's options name no number: the workers share CPUs, as torch's do, rather than fail."""
-    monkeypatch.setattr(rayloader.workers.placement, "CPU_PATIENCE_S", 1.0)
+    monkeypatch.setattr(rayloader.actors.placement, "CPU_PATIENCE_S", 1.0)
 
     training = training_on_all_cpus()
     try:
@@ -276,7 +276,7 @@ def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
 def test_cpus_that_slow_workers_of_our_own_hold_are_not_others(monkeypatch):
     """As on a busy machine, where a process takes longer than the patience to import torch."""
     for patience in ("CPU_PATIENCE_S", "ROOM_PATIENCE_S"):
-        monkeypatch.setattr(rayloader.workers.placement, patience, 0.0)
+        monkeypatch.setattr(rayloader.actors.placement, patience, 0.0)
     pool = get_pool()
     lease = Lease(print)
     actors = pool.lend(lease, {}, CPUS, fresh=True)

@@ -11,9 +11,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from multinode_data import AWAY, ON_EACH, Calls, as_is, difference, epochs, origin, tensors, traced, untraced
 from rayloader import DataLoader
-from rayloader.start import session
-from rayloader.transport.tcp_line import TcpDriverLine
-from rayloader.workers.pool import get_pool
+from rayloader.actors import session
+from rayloader.actors.tcp_line import TcpDriverLine
+from rayloader.actors.pool import get_pool
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 

@@ -8,7 +8,7 @@ import threading
 from rayloader.transport import local_line, tcp_line
 from rayloader.transport.line import Line, ListeningLine
 from rayloader.transport.local_line import DriverLine
-from rayloader.transport.tcp_line import TcpDriverLine
+from rayloader.actors.tcp_line import TcpDriverLine
 
 HERE = "127.0.0.1"
 LIMIT_S = 30.0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.replica.image import Image, open_image
+from rayloader.actors.image import Image, open_image
 from rayloader.transport import bulk, codec, raw
 from rayloader.transport.mapped import Mappings
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayloader.workers import placement
-from rayloader.workers.placement import INTERVAL_S, MARGIN_S, Draining
+from rayloader.actors import placement
+from rayloader.actors.placement import INTERVAL_S, MARGIN_S, Draining
 
 PATIENCE = 15.0
 

@@ -9,10 +9,10 @@ import threading
 import psutil
 import pytest
 
-from rayloader.start import fork_server
-from rayloader.start.default_worker import VARIABLE, is_hash_seed_chosen
-from rayloader.start.fork_server import HERE, ExitReports, ForkServer
-from rayloader.start.forking import MADE, REPORT
+from rayloader.actors import fork_server
+from rayloader.actors.default_worker import VARIABLE, is_hash_seed_chosen
+from rayloader.actors.fork_server import HERE, ExitReports, ForkServer
+from rayloader.actors.forking import MADE, REPORT
 
 LIMIT = 120  # seconds for a process to end; on expiry the test fails
 SCRIPT = str(HERE / "default_worker.py")
@@ -122,7 +122,7 @@ def test_a_working_directory_that_was_removed_is_no_obstacle(server, tmp_path):
 def test_it_ends_with_its_owner():
     program = """
 import os
-from rayloader.start.fork_server import ForkServer
+from rayloader.actors.fork_server import ForkServer
 server = ForkServer()
 print(server._process.pid, flush=True)
 os._exit(0)

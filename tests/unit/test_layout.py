@@ -37,18 +37,18 @@ MAY_IMPORT = {
 }
 # What crosses these lines, and why.
 EXCEPTIONS = {
-    ("rayloader/workers/pool.py", "rayloader.host.process"): "the class of the actors that it starts",
+    ("rayloader/actors/pool.py", "rayloader.actors.process"): "the class of the actors that it starts",
     ("rayloader/epoch/hosts.py", "rayloader.host.forked"): "what the forks do that it starts",
-    ("rayloader/start/forking.py", "rayloader.host.process"): "with all that this imports",
+    ("rayloader/actors/forking.py", "rayloader.actors.process"): "with all that this imports",
 }
 IMPORT_CALL = re.compile(r"\b(import_module|__import__)$")
 MAY_IMPORT_RAY = {
-    "rayloader/start/session.py",
+    "rayloader/actors/session.py",
     "rayloader/start/background.py",
-    "rayloader/start/forking.py",
+    "rayloader/actors/forking.py",
     "rayloader/sharing/producer.py",
     "rayloader/sharing/link.py",
-    "rayloader/host/process.py",
+    "rayloader/actors/process.py",
 }
 MAY_IMPORT_RAY |= {
     f"rayloader/workers/{name}.py"
@@ -196,8 +196,8 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/inherit/plain_values.py", "_name_"): "documented, of an Enum's member",
     ("rayloader/epoch/local.py", "_dataset_kind"): "of our own loader, which inherits it",
     ("rayloader/resume/checkpoint.py", "_dataset_kind"): "likewise",
-    ("rayloader/start/forking.py", "_exit"): "documented, of os",
-    ("rayloader/start/zygote.py", "_exit"): "documented, of os",
+    ("rayloader/actors/forking.py", "_exit"): "documented, of os",
+    ("rayloader/workers/zygote.py", "_exit"): "documented, of os",
     ("rayloader/start/background.py", "_exit"): "documented, of os",
     ("rayloader/host/hosting.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
@@ -311,4 +311,4 @@ def test_nobody_waits_within_ray():
     """
     waiting = re.compile(r"ray\.(get|wait)\(")
     files = [name for name in SOURCES if waiting.search((ROOT / name).read_text())]
-    assert files == ["rayloader/host/process.py", "rayloader/sharing/producer.py"], "these are actors, without handlers"
+    assert files == ["rayloader/actors/process.py", "rayloader/sharing/producer.py"], "these are actors, without handlers"

@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 import pytest
 
-from rayloader.replica import unpicklable
+from rayloader.transport import unpicklable
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
 

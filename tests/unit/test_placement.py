@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from rayloader.workers import placement
-from rayloader.workers.placement import Placement
+from rayloader.actors import placement
+from rayloader.actors.placement import Placement
 from rayloader.workers.processes import Verdict
 
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from rayloader.errors import ReplicaError, ReplicaMemoryError
-from rayloader.replica import image as replica
-from rayloader.replica import unpicklable
-from rayloader.replica.image import Image, image_from_contents, open_image
+from rayloader.actors import image as replica
+from rayloader.transport import unpicklable
+from rayloader.actors.image import Image, image_from_contents, open_image
 from rayloader.transport import codec, memory_file
 from rayloader.transport.mapped import Mappings, is_written
 from rayloader.transport.memory_file import MemoryFileError, others_may_open

@@ -17,8 +17,8 @@ import ray
 import rayloader
 from handlers import interrupted
 from rayloader import RaySessionError, interrupts
-from rayloader._compat_ray import own_start
-from rayloader.start import fork_server, session
+from rayloader.actors._compat_ray import own_start
+from rayloader.actors import fork_server, session
 
 HANG_LIMIT = 60  # seconds
 
@@ -176,7 +176,7 @@ def test_an_option_that_ray_does_not_know_is_an_error_at_once():
 
 
 def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(no_ray, monkeypatch):
-    importlib.import_module("rayloader.workers.pool")  # where forks are noticed
+    importlib.import_module("rayloader.actors.pool")  # where forks are noticed
     starts, forked = threading.Event(), threading.Event()
 
     def begin(**_):

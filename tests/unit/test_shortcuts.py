@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rayloader.replica.image import Image, open_image
+from rayloader.actors.image import Image, open_image
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.raw import copied

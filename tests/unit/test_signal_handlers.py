@@ -11,7 +11,7 @@ PROGRAM = """
 import ctypes, os, signal, sys, threading
 
 signal.signal(signal.SIGINT, getattr(signal, sys.argv[1]))
-from rayloader.start.signals import SignalHandlers
+from rayloader.actors.signals import SignalHandlers
 
 libc = ctypes.CDLL(None)
 libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

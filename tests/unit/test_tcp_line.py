@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from lines import HERE, LIMIT_S, exchange, messages, met, new_buffer, plain, serve, wait_for
-from rayloader.transport import tcp_line
+from rayloader.actors import tcp_line
 from rayloader.transport.lanes import Recycled
 from rayloader.transport.line import Line, LineError, Parcel, packed, unpacked
-from rayloader.transport.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
+from rayloader.actors.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
 

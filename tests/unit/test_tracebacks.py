@@ -7,7 +7,7 @@ import traceback
 import pytest
 
 import rayloader
-from rayloader.workers import pool
+from rayloader.actors import pool
 
 
 def files_of_failed_iter(monkeypatch, fails, kind):

@@ -140,7 +140,7 @@ class Stream(IterableDataset[int]):
 
 
 def unforked() -> None:
-    from rayloader.start.zygote import Zygote
+    from rayloader.workers.zygote import Zygote
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fork", refused)
@@ -164,7 +164,7 @@ def unconnected() -> None:
 
 
 def start_timeout() -> None:
-    from rayloader.workers.placement import Placement
+    from rayloader.actors.placement import Placement
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYLOADER_START_TIMEOUT", "soon")

@@ -22,11 +22,6 @@ _libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _libc.signal.restype = ctypes.c_void_p
 
 
-def exit_in_words(code: int) -> str:
-    """How a process has ended, in torch's words, by its exit code: minus a signal's number if that has killed it."""
-    return f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
-
-
 class SignalHandlers:
     """The current action of each signal of this process."""
 

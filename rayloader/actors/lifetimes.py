@@ -7,10 +7,10 @@ Promise: every change of an actor's state is made here.
 An actor is LENT from its creation on, to the lease of one fleet, whether it has found its place yet or not. A lease
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
 holder at any line. Actors that `rayloader.init` has created in advance are IDLE, without a deadline, until they are
-lent. STOPPING actors have not answered `stop`; late ones are killed, and so are those that answer that user code has
-left something behind in them. IDLE ones are warm. They may be lent to any loader with the same options, and are killed
-some time after the last such loader is gone; in a Ray that others use too, those that hold CPUs are killed so soon
-after their epoch, because others may wait for these.
+lent. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm: what user code has left in
+their process is still there. They may be lent to any loader with the same options, and are killed some time after the
+last such loader is gone; in a Ray that others use too, those that hold CPUs are killed so soon after their epoch,
+because others may wait for these.
 
 Threads: the users' threads lend. Everything else, below the line, is done by the thread of the `Janitor`, which ends
 what finalizers leave behind, and keeps deadlines. `_lock` guards the step from IDLE to LENT or GONE; Ray calls under it
@@ -31,8 +31,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rayloader._compat_ray import on_completed
-from rayloader.workers.actor import Actor, ActorState, Lease, RayAnswer, wait_for
+from rayloader.actors._compat_ray import on_completed
+from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, wait_for
 from rayloader.workers.connection import NONE_YET
 from rayloader.workers.janitor import janitor
 
@@ -77,7 +77,7 @@ class Lifetimes:
         taken = self._take_idle(lease, key, count)
         while len(taken) < count:
             spare = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
-            stopping = [actor for actor in spare if not (actor.ends or actor.left_behind)]
+            stopping = [actor for actor in spare if not actor.ends]
             remaining = give_up - time.monotonic()
             if not stopping or remaining <= 0:
                 break
@@ -89,8 +89,7 @@ class Lifetimes:
     def _take_idle(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
         with self._lock:
             self._settle()
-            idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and actor.key == key]
-            idle = [actor for actor in idle if not (actor.ends or actor.left_behind)]
+            idle = [a for a in self.actors if a.state is ActorState.IDLE and a.key == key and not a.ends]
             # First those with CPUs of their own, which may have come when others of a fleet were at work already.
             idle = sorted(idle, key=lambda actor: -(actor.options.get("num_cpus") or 0))[:count]
             for actor in idle:
@@ -107,7 +106,7 @@ class Lifetimes:
         alive = new
         for actor, *both in zip(probed, answers[::2], answers[1::2], strict=True):
             lost = any(answer is NONE_YET or isinstance(answer, RayError) for answer in both)
-            if lost or both[0]:  # it neither answers nor ends, or has died, or is to end
+            if lost:  # it neither answers nor ends, or has died
                 janitor.later(functools.partial(self.kill, actor))
             else:
                 actor.lane.abandon()  # all its calls are answered
@@ -155,10 +154,8 @@ class Lifetimes:
         actor.lease, actor.stop_by, actor.keep_until = None, time.monotonic() + STOP_TIMEOUT_S, math.inf
         actor.state = ActorState.STOPPING if busy else ActorState.IDLE
 
-    def _stopped(self, actor: Actor, left_behind: Any) -> None:  # in one of Ray's threads
-        if isinstance(left_behind, str) and left_behind:
-            _tell(left_behind)
-        if actor.ends or actor.left_behind:
+    def _stopped(self, actor: Actor, _: Any) -> None:  # in one of Ray's threads
+        if actor.ends:
             janitor.later(functools.partial(self.kill, actor, if_spare=True))
 
     def kill(self, actor: Actor, *, if_spare: bool = False) -> None:
@@ -225,13 +222,3 @@ class Lifetimes:
             if actor.state is not ActorState.GONE:
                 deadline = min([deadline, *(moment for moment in moments if moment > now)])
         return max(0.0, deadline - now) if deadline < math.inf else None
-
-
-@functools.cache  # says it once
-def _tell(left_behind: str) -> None:
-    logger.warning(
-        "rayloader: worker processes end after each epoch, because the dataset, collate_fn or worker_init_fn changes "
-        "something in them, or leaves it behind, that cannot be put back: %s; the next epoch has to start new ones. "
-        "With persistent_workers=True the loader keeps them",
-        left_behind,
-    )

@@ -1,6 +1,6 @@
 """The fork server: imports the workers' modules, and forks a worker for each `default_worker.py` that asks.
 
-    python rayloader/start/forking.py DESCRIPTOR OWNER [VARIABLE ...]
+    python rayloader/actors/forking.py DESCRIPTOR OWNER [VARIABLE ...]
 
 DESCRIPTOR is a listening local socket, OWNER the process that has started this one, which ends with it. VARIABLEs are
 environment variables for this process alone. It runs no thread of its own and keeps nothing but its connections. It
@@ -256,7 +256,7 @@ def rays_script() -> Path:
 
 def import_the_rest() -> None:
     """Imports the rest of the workers' modules: those that depend on which Ray they belong to."""
-    import rayloader.host.process  # noqa: F401
+    import rayloader.actors.process  # noqa: F401
 
     with contextlib.suppress(Exception):  # Ray's private code, which may change
         serialization_addons = importlib.import_module("ray.util.serialization_addons")

@@ -30,18 +30,18 @@ import ray
 from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
-from rayloader._compat_ray import draining_nodes, leave_out_deaths
+from rayloader.actors import session
+from rayloader.actors._compat_ray import draining_nodes, leave_out_deaths
+from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
+from rayloader.actors.lifetimes import Lifetimes
+from rayloader.actors.placement import Draining, Placement
+from rayloader.actors.process import WorkerProcess
 from rayloader.errors import RaySessionError, add_note
-from rayloader.host.process import WorkerProcess
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.observe.metrics import Metrics
-from rayloader.start import session
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
-from rayloader.workers.actor import Actor, ActorState, Hello, Lease, processes
+from rayloader.workers import ray_use
 from rayloader.workers.janitor import Notes, ends_with_program, janitor
-from rayloader.workers.lifetimes import Lifetimes
-from rayloader.workers.output import Output
-from rayloader.workers.placement import Draining, Placement
 from rayloader.workers.process import NeverStarts
 from rayloader.workers.processes import Verdict
 
@@ -73,7 +73,6 @@ class Pool:
         self._usable = Notes(_Usable)  # by loaders
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
-        self.output = Output()
         self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
         self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
         self.draining = Draining(functools.partial(draining_nodes, ray))
@@ -113,12 +112,8 @@ class Pool:
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
-        return len(self._spare(remote_args)) >= count
-
-    def _spare(self, remote_args: dict[str, Any]) -> list[Actor]:
-        """The actors that are not lent, and suit loaders with these options."""
         key = _key(remote_args)
-        return [actor for actor in self.actors if actor.key == key and actor.state is not ActorState.LENT]
+        return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
         """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
@@ -156,19 +151,6 @@ class Pool:
     def prepare(self, remote_args: dict[str, Any], count: int) -> None:
         """Creates actors in advance, for the next loaders that need them; does not wait until they run."""
         self._create(None, remote_args, count, _key(remote_args))
-
-    def has_ready(self, remote_args: dict[str, Any], count: int) -> bool:
-        """Whether so many actors run and may be lent, to loaders with these options; creates those that are missing."""
-        spare = self._spare(remote_args)
-        if len(spare) < count:
-            self.prepare(remote_args, count - len(spare))
-        ready = 0
-        for actor in spare:
-            try:
-                ready += actor.has_started() and not actor.stops
-            except NeverStarts:
-                self.kill(actor)
-        return ready >= count
 
     def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
         """Ends a lease. Not for finalizers, nor under a lock.
@@ -228,7 +210,6 @@ class Pool:
         self._usable.clear()
         if self._probe is not None:
             self._probe.close()
-        self.output.close()
 
     # ----
 
@@ -299,11 +280,8 @@ def _tidy() -> float | None:
     return _pool.tidy() if _pool is not None else None
 
 
-def get_pool(*, background: bool = False) -> Pool:
+def get_pool() -> Pool:
     """The pool of the current Ray session; joins or starts Ray if there is none.
-
-    Args:
-        background: the program has workers, and has not asked for Ray.
 
     Raises:
         RaySessionError: Ray cannot be used from here.
@@ -313,7 +291,7 @@ def get_pool(*, background: bool = False) -> Pool:
         failure, _failure = _failure, None
         if failure is not None:
             raise failure
-        return _get_pool(session.ensure(background=background))
+        return _get_pool(session.ensure())
 
 
 def _get_pool(session_name: session.SessionName) -> Pool:
@@ -324,7 +302,6 @@ def _get_pool(session_name: session.SessionName) -> Pool:
         if _pool is not None:
             _pool.shutdown()  # of an ended session: it makes no call to Ray
         _pool = Pool(session_name)
-    _pool.output.start()
     return _pool
 
 
@@ -332,6 +309,7 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
     """Starts Ray and actors in a thread that holds the lock: callers that need the pool wait for it."""
     session.check_names(ray_options)
     session.check_options(ray_options)
+    ray_use.asked = True
     lock, has_lock = _pool_lock, Bell()
 
     def prepare() -> None:
@@ -354,7 +332,6 @@ def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, A
 def shutdown() -> None:
     """Stops every actor of this process, and Ray if it was started for them. Live iterators raise afterwards."""
     global _pool, _failure
-    session.abandon()
     with _pool_lock:
         _failure = None
         if _pool is not None:
@@ -373,5 +350,4 @@ def _forget_after_fork() -> None:
 
 os.register_at_fork(after_in_child=_forget_after_fork)
 janitor.tidies.append(_tidy)
-session.give_way = shutdown
 ends_with_program("actors", shutdown)

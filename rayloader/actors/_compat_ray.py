@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import logging
 import operator
-import os
 import random
 import re
 import socket
@@ -26,7 +25,7 @@ from typing import Any
 
 from rayloader.errors import TESTED
 
-# Ray's loggers that report at its start what is of no interest to a program that has not asked for Ray.
+# Ray's loggers that report at its start what is of no interest for a Ray of one program.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
 # The ports of the dashboard's agent. The last has a default, which is the same for every Ray of a machine.
 DASHBOARD_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
@@ -76,7 +75,6 @@ COSTS = {
     "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT": _LATE_AGENTS,
     "_raylet.persist_port": "",
     "_private.utils.get_dashboard_dependency_error": "",
-    "_private.authentication.authentication_token_setup.enable_token_auth_by_default": "",
     _OF_TRAIN: "the state of a loader that Ray Train has prepared counts the batch that this draws ahead",
 }
 
@@ -189,22 +187,6 @@ def connection_of(ray: ModuleType | None) -> Any:
         return None
 
 
-_parent_was_connected = False
-
-
-def _note_fork() -> None:
-    global _parent_was_connected
-    _parent_was_connected = connection_of(sys.modules.get("ray")) is not None
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-def is_forked_from_ray() -> bool:
-    """Whether this process is a fork of one that was connected to a cluster: Ray takes it for connected, too."""
-    return _parent_was_connected
-
-
 def session_name_of(ray: ModuleType, connection: Any) -> str:
     """The name of the session of such a connection."""
     name = _member(connection, "_private.node.Node.session_name")
@@ -293,16 +275,6 @@ def _random_of_ray() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def authenticate(ray: ModuleType) -> None:
-    """Does what `ray.init` does first when it starts a local Ray, for a process that joins one by its address.
-
-    In versions of Ray that do not enable token authentication by default, that is nothing.
-    """
-    enable = _found(ray, "_private.authentication.authentication_token_setup.enable_token_auth_by_default")
-    if enable is not None:
-        enable()
 
 
 def can_choose_workers(ray: ModuleType) -> bool:

@@ -40,9 +40,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from rayloader._compat_ray import can_choose_workers, own_start
+from rayloader.actors._compat_ray import can_choose_workers, own_start
+from rayloader.actors.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
 from rayloader.errors import RaySessionError
-from rayloader.start.default_worker import HASH_SEED, VARIABLE, is_hash_seed_chosen
 from rayloader.transport.line import LineError, LineSocket
 from rayloader.transport.local_line import listen
 

@@ -14,15 +14,16 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayError
 from typing_extensions import override
 
-from rayloader.protocol import Served, Setup, Source, Up
+from rayloader.actors.actor import Actor, RayAnswer, watch
+from rayloader.actors.replica import Source
+from rayloader.actors.tcp_line import TcpDriverLine
+from rayloader.protocol import Served, Setup, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport.lanes import Lent, Room, pack, unpack
 from rayloader.transport.line import Line, unpacked
 from rayloader.transport.local_line import DriverLine
-from rayloader.transport.tcp_line import TcpDriverLine
-from rayloader.workers.actor import Actor, RayAnswer
 from rayloader.workers.connection import NONE_YET, Channel, LineCalls, LineRefused, Mailbox, Message, ProcessLost
 from rayloader.workers.process import NeverStarts
 
@@ -101,7 +102,7 @@ class RayCalls(ActorCalls):
 
     def _await(self, ref: Any, message: Callable[[Any], Message]) -> None:
         self._unanswered.append((ref, message))
-        self._mailbox.watch(ref, self)
+        watch(self._mailbox, ref, self)
 
     @override
     def receive(self) -> list[Message]:
@@ -216,7 +217,7 @@ class ActorLine(ActorCalls, LineCalls):
     def _serve(self, served: _Served) -> None:
         early, served.early = served.early, []
         served.ref = self.process.handle.serve.remote(served.line.address, early)
-        self._mailbox.watch(served.ref, self)
+        watch(self._mailbox, served.ref, self)
 
     @override
     def descriptors(self) -> Iterator[tuple[int, int]]:

@@ -242,25 +242,6 @@ class Image:
         )
         return cls(tuple(files), address, _Record(new, origins))
 
-    @property
-    def sent(self) -> tuple[tuple[ImageAddress, _Record | None], list[int]]:
-        """What `received` needs in another process of this program: plain data, and descriptors to be sent along.
-
-        Raises:
-            ReplicaError: a part of it belongs to this process alone.
-        """
-        if self._record is not None and any(held is not None for _, held in self._record.regions.values()):
-            raise ReplicaError("the dataset holds memory that it shares with this process (share_memory_())")
-        return (self.address, self._record), [file.fd for file in self._files]
-
-    @classmethod
-    def received(cls, sent: tuple[ImageAddress, _Record | None], descriptors: Sequence[int]) -> Image:
-        """The image that another process of this program has made; the descriptors now belong to it."""
-        address, record = sent
-        pairs = zip(descriptors, address.files, strict=True)
-        files = tuple(MemoryFile.received(fd, file.name) for fd, file in pairs)
-        return cls(files, replace(address, files=tuple(file.address for file in files)), record)
-
     def _unchanged(self, new: _Contents) -> _Numbers:
         """For each new item, the item of this image that it equals, or -1."""
         record = self._record

@@ -45,7 +45,6 @@ ANSWER_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MESSAGE_BYTES = 1 << 16  # much more than what forks are told early
-_MOST_FILES = 250
 
 logger = logging.getLogger("rayloader")
 
@@ -57,7 +56,6 @@ class Zygote:
 
     Args:
         work: what a fork does with the line that it is to serve, and with messages that come before those of the line.
-        prepare: what a fork of low priority does for `prepared`: returns a message, and descriptors to pass on.
 
     Attributes:
         forked: processes, by the names of the lines that they are to serve.
@@ -69,13 +67,10 @@ class Zygote:
 
     _control: socket.socket | None = None
 
-    def __init__(
-        self, work: Callable[[LineAddress, list[bytes]], object], prepare: Callable[[], tuple[Any, list[int]]]
-    ) -> None:
+    def __init__(self, work: Callable[[LineAddress, list[bytes]], object]) -> None:
         self._driver = os.getpid()
         self._lock = threading.RLock()
         self._statuses: dict[int, int] = {}
-        self._prepared: tuple[Any, list[int]] | None = None
         self.forked: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self._pids: list[int] = []
@@ -87,7 +82,7 @@ class Zygote:
         try:
             _fork(self._pids)
             if self._pids == [0]:
-                _serve(theirs, self._driver, work, prepare, blocked)
+                _serve(theirs, self._driver, work, blocked)
         except OSError as error:
             raise WorkerStartError(
                 f"this process could not be forked: {error}. Use fewer workers, or raise the limit of processes "
@@ -136,18 +131,6 @@ class Zygote:
                 pass
             return self._statuses.get(pid)
 
-    def prepare(self) -> None:
-        """Lets it do what it prepares, in a fork of its own."""
-        self._tell(("prepare",))
-
-    def prepared(self) -> tuple[Any, list[int]] | None:
-        """What it has prepared: the message and descriptors, which belong to the caller; None: it has not come yet."""
-        with self._lock:
-            if self._prepared is None:
-                self._read()
-            prepared, self._prepared = self._prepared, None
-            return prepared
-
     def _tell(self, message: tuple[Any, ...]) -> None:
         with self._lock, contextlib.suppress(OSError):  # it is dead: the ends of its forks' lines show that too
             if self._control is not None:
@@ -158,17 +141,15 @@ class Zygote:
         control = self._control
         if control is None or not poll(control.fileno(), select.POLLIN, max(0, int(timeout * 1000))):
             return False
-        message, files = b"", list[int]()
+        message = b""
         with contextlib.suppress(OSError):
-            message, files, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, _MOST_FILES)
+            message = control.recv(_MESSAGE_BYTES)
         if not message:
             self.close()
             return False
         match pickle.loads(message):
             case ("status", pid, status):
                 self._statuses[pid] = status
-            case ("prepared", content):
-                self._prepared = content, files
             case ("forked", name, pid):
                 self.forked[name] = pid
                 self._statuses.pop(pid, None)  # of an earlier process of that number
@@ -236,7 +217,6 @@ def _serve(
     control: socket.socket,
     driver: int,
     work: Callable[[LineAddress, list[bytes]], object],
-    prepare: Callable[[], tuple[Any, list[int]]],
     blocked: set[int | signal.Signals],
 ) -> NoReturn:
     """Serves the control socket until the driver closes it, or ends."""
@@ -262,8 +242,6 @@ def _serve(
                 case ("fork", address, early):
                     serve = functools.partial(run_as_process, functools.partial(work, address, early))
                     forks += _forked(control, address.name, serve, collects=collects)
-                case ("prepare",):
-                    forks += _forked(control, "", functools.partial(_prepare, control, prepare), collects=False)
                 case ("kill", pid):
                     if pid in forks:
                         os.kill(pid, signal.SIGKILL)
@@ -308,13 +286,6 @@ def _forked(control: socket.socket, name: str, work: Callable[[], int], *, colle
 
 def _nothing(*_: object) -> None:
     pass
-
-
-def _prepare(control: socket.socket, prepare: Callable[[], tuple[Any, list[int]]]) -> int:
-    os.nice(19)
-    content, files = prepare()
-    socket.send_fds(control, [pickle.dumps(("prepared", content))], files)
-    return 0
 
 
 def _status(pid: int, wait: bool) -> int | None:

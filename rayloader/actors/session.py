@@ -19,8 +19,7 @@ NOTE [who starts Ray]
 The kernel kills Ray's daemons when the *thread* that forked them ends (`PR_SET_PDEATHSIG`), and an interrupt in the
 middle of `ray.init` leaves a Ray that is neither started nor ended. So a dedicated thread calls `ray.init`, whichever
 thread iterates, and lives until that Ray is shut down. An interrupt ends the wait for it; the next use of Ray waits
-again. If the program itself calls `ray.init`, a Ray that it has not asked for is ended first: Ray can be connected to
-one cluster only.
+again.
 """
 
 from __future__ import annotations
@@ -30,31 +29,29 @@ import faulthandler
 import functools
 import inspect
 import logging
-import multiprocessing
 import os
 import random
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from rayloader._compat_ray import (
+from rayloader.actors._compat_ray import (
     RAY_START_LOGGERS,
-    authenticate,
     connection_of,
     give_own_random,
-    is_forked_from_ray,
     session_name_of,
     tell_lacks,
 )
+from rayloader.actors.fork_server import ExitReports, ForkServer, start_ray, with_variables
+from rayloader.actors.signals import SignalHandlers
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread
-from rayloader.start.background import BackgroundRay
-from rayloader.start.fork_server import ExitReports, ForkServer, start_ray, starting, with_variables
-from rayloader.start.signals import SignalHandlers
+from rayloader.workers import ray_use
+from rayloader.workers.janitor import janitor
 
 # Marks a Ray that rayloader started: workers take no CPU slot there, as torch's processes take none.
 OVERSUBSCRIBE_RESOURCE = "rayloader_oversubscribe"
@@ -73,8 +70,6 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_gcs_server_port_wait_time_s": "300",
 }
 
-# With these, launchers tell a process that it is one of several: torchrun, Lightning, MPI and Slurm.
-RANKS_VARIABLES = "LOCAL_WORLD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
 # After this many seconds of waiting for Ray, a line in the log says so. On two cores Ray and the first workers take
@@ -89,13 +84,8 @@ SessionName = tuple[str, str]
 _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
 _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first use of a Ray until that Ray is shut down
-_asked = False  # whether the program has asked for Ray since the last one ended
-_abandoned = False  # whether no Ray is to be started that the program has not asked for
-_in_background = False  # whether the last Ray was started although the program had not asked for one
-_forked = is_forked_from_ray()  # whether this process was forked from one that was connected to Ray, or about to be
 logger = logging.getLogger("rayloader")
 _ray: ModuleType | None = None  # once it was needed
-give_way: Callable[[], object] = lambda: None  # noqa: E731  # ends what uses a Ray in the background; the pool's
 _importing = threading.RLock()
 _shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
 
@@ -118,8 +108,6 @@ def imported() -> ModuleType:
 def current() -> SessionName | None:
     """The session that this process is connected to; None if it is not."""
     global _connected
-    if _starter is not None and _starter.ending:
-        return None
     connection = connection_of(sys.modules.get("ray"))
     if connection is None:
         return None
@@ -131,40 +119,23 @@ def current() -> SessionName | None:
     return session
 
 
-def is_wanted() -> bool:
-    """Whether the program uses Ray, or has asked for it; one that was started in the background does not count."""
-    if _forked:
-        return False
-    return _asked or bool(os.environ.get("RAY_ADDRESS")) or (current() is not None and not _in_background)
-
-
-def may_start() -> bool:
-    """Whether Ray may be started in the background: not in one of several processes that others have started."""
-    is_rank = any(os.environ.get(variable, "1") != "1" for variable in RANKS_VARIABLES)
-    return not _forked and not is_rank and multiprocessing.parent_process() is None
-
-
-def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, background: bool = False) -> SessionName:
+def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> SessionName:
     """Joins the Ray that runs (initialized, or named by RAY_ADDRESS), or starts one on this machine.
 
     Args:
         options: of `ray.init`, the user's.
         ahead: whether the program continues meanwhile.
-        background: it has not even asked for Ray.
 
     Raises:
         RaySessionError: Ray can be neither joined nor started; or it is used through Ray Client, or by the parent of
             this forked process.
     """
-    if _forked:
+    if ray_use.forked:
         raise RaySessionError(
             "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
             'survive a fork; use workers="fork" or num_workers=0 here, or start this process with the spawn method'
         )
-    global _asked, _in_background, _starter
-    if background and _abandoned:
-        raise RaySessionError("the program has ended")
-    _asked = _asked or not background
+    global _starter
     if _starter is not None:
         _starter.wait()  # an interrupted use may have left it running
     check_options(options or {})
@@ -173,9 +144,8 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, backgr
     if _starter is not None and _starter.fork_server is not None:
         _starter.fork_server.check()
     if session is None and not client.is_connected():
-        _in_background = background
         _let_starter_go()
-        _starter = _Starter(options or {}, ahead or background, background)
+        _starter = _Starter(options or {}, ahead)
         _starter.wait()
         if _starter.error is not None:
             raise _starter.error
@@ -183,7 +153,7 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False, backgr
     if session is None or client.is_connected():
         raise RaySessionError(
             "rayloader needs a driver inside the cluster, but this one is connected through Ray Client (ray://); "
-            "run the program on a node of the cluster, for instance with `ray job submit`"
+            'run the program on a node of the cluster, for instance with `ray job submit`, or use workers="fork"'
         )
     return session
 
@@ -215,31 +185,26 @@ class _Starter(DaemonThread):
     Args:
         options: of `ray.init`.
         ahead: the program continues meanwhile.
-        background: Ray is started by a process of its own; see NOTE [a Ray in the background] in background.py.
 
     Attributes:
         error: why there is no Ray.
         session: of that Ray.
-        fork_server: of that Ray, if it is started in this process; set before the session.
+        fork_server: of that Ray, if it is started here; set before the session.
         reports: of the fork server of a Ray that is started for this process.
         done: whether `error` or `session` is known.
-        ending: the process that kept Ray has died, and Ray with it: it must not be called any more.
     """
 
-    def __init__(self, options: dict[str, Any], ahead: bool, background: bool) -> None:
+    def __init__(self, options: dict[str, Any], ahead: bool) -> None:
         super().__init__(self._serve, "rayloader-session")
         self._options = options
         self._ahead = ahead
-        self._background = background
         self.error: BaseException | None = None
         self.session: SessionName | None = None
         self.fork_server: ForkServer | None = None
         self.reports = ExitReports(None)
-        self.done = self.ending = False
+        self.done = False
         self._bell = Bell()
         self._leave = Bell()
-        self._kept: BackgroundRay | None = None
-        self._connects = self._is_left = False
 
     def wait(self) -> None:
         """Starts the thread if needed, and waits until Ray runs or has failed to start."""
@@ -250,7 +215,7 @@ class _Starter(DaemonThread):
         while not self.done:
             self._bell.wait(START_TICK_S)
             waited = time.monotonic() - began
-            if not self.done and not said and not self._background and waited >= START_NOTICE_S:
+            if not self.done and not said and waited >= START_NOTICE_S:
                 said = True
                 logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
             if not self.done and waited >= START_LIMIT_S:
@@ -260,20 +225,9 @@ class _Starter(DaemonThread):
                     "`ray start --head` before it and set RAY_ADDRESS=auto"
                 )
 
-    def abandon(self) -> None:
-        """The program ends: it does not wait for a Ray that another process starts, unless this one is connecting."""
-        self._is_left = True
-        if self._kept is not None and not self._connects:
-            self._kept.end(at_once=True)
-        elif self._connects:
-            self.wait()
-
     def leave(self) -> None:
         """Ends this thread, whose Ray has been shut down."""
-        self._is_left = True
         self._leave.ring()
-        if self._kept is not None:
-            self._kept.end()
         self.join()
 
     def forget(self) -> None:
@@ -281,8 +235,6 @@ class _Starter(DaemonThread):
         self.reports.close()
         if self.fork_server is not None:
             self.fork_server.forget()
-        if self._kept is not None:
-            self._kept.close()
 
     def _serve(self) -> None:
         """Starts Ray, then waits for its end."""
@@ -294,55 +246,17 @@ class _Starter(DaemonThread):
         self.done = True
         self._bell.ring()
         if self.error is None:
-            if self._kept is not None:
-                self._kept.wait()
-                self._end_with_keeper()
-            else:
-                self._leave.wait(threading.TIMEOUT_MAX)
-        if self._kept is not None:
-            self._kept.end()
-            self._kept.close()
+            self._leave.wait(threading.TIMEOUT_MAX)
         self.reports.close()
         if self.fork_server is not None:
             self.fork_server.close()
-
-    def _end_with_keeper(self) -> None:
-        """The process that kept Ray has ended: if the program still uses that Ray, it is shut down here too."""
-        if self._is_left:
-            return
-        self.ending = True
-        logger.warning("rayloader: the process that kept Ray for this program has died, and Ray with it")
-        try:
-            _shut_down()
-        finally:
-            self.ending = False
-
-    def _check_not_left(self) -> None:
-        if self._is_left:
-            assert self._kept is not None
-            self._kept.end(at_once=True)
-            raise RaySessionError("the program has ended")
-
-    def _start_in_background(self, options: dict[str, Any]) -> None:
-        """Lets another process start Ray, and connects to it."""
-        self._kept = BackgroundRay(options, starting)
-        self._check_not_left()
-        ray = imported()
-        give_own_random(ray)
-        address, descriptor = self._kept.address()
-        self.reports = ExitReports(descriptor)
-        self._connects = True
-        self._check_not_left()
-        authenticate(ray)
-        ray.init(address=address)
 
     def _init(self) -> None:
         """Joins or starts Ray."""
         global _started
         options = self._options
         address = options.get("address") or os.environ.get("RAY_ADDRESS")
-        if not self._background:
-            give_own_random(imported())
+        give_own_random(imported())
         state = random.getstate()  # for Ray's modules that are imported only now
         handlers = SignalHandlers()
         joins = bool(address) and address != "local"
@@ -354,17 +268,14 @@ class _Starter(DaemonThread):
                     resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
                     own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
                     with with_variables(LOCAL_RAY_ENVIRONMENT):
-                        if self._background:
-                            self._start_in_background(own)
-                        else:
-                            self.fork_server = ForkServer()
-                            self.reports = self.fork_server.reports
-                            start_ray(imported(), self.fork_server, own)
+                        self.fork_server = ForkServer()
+                        self.reports = self.fork_server.reports
+                        start_ray(imported(), self.fork_server, own)
                     _started = current()
         except Exception as error:  # Ray's errors have no common type
             if self._ahead and current() is not None and not options:
                 return  # the program has called ray.init() meanwhile: joins that Ray
-            if connection_of(sys.modules.get("ray")) is None and not self._background:
+            if connection_of(sys.modules.get("ray")) is None:
                 with contextlib.suppress(Exception):  # the first error is the one to report
                     _shut_down()  # Ray itself does not end what it has started
             if isinstance(error, RaySessionError):
@@ -403,29 +314,15 @@ def started_here() -> bool:
     return _started is not None and current() == _started
 
 
-def allow_background() -> None:
-    """Ray may be started although the program has not asked for it."""
-    global _abandoned
-    _abandoned = False
-
-
-def abandon() -> None:
-    """Ends the start of a Ray that the program has not asked for, and prevents it until `allow_background`."""
-    global _abandoned
-    _abandoned = True
-    if _starter is not None and _in_background and not _starter.done:
-        _starter.abandon()
-
-
 def end() -> None:
     """Shuts Ray down if it was started here."""
-    global _started, _asked, _in_background
-    _asked = False
+    global _started
+    ray_use.asked = False
     if _starter is not None and not _starter.give_up():
         _starter.wait()  # as in `ensure`
     if started_here():
         _shut_down()
-    _started, _in_background = None, False
+    _started = None
     _let_starter_go()
 
 
@@ -441,16 +338,8 @@ def no_shutdown() -> contextlib.AbstractContextManager[Any]:
 
 
 def _wrap(ray: ModuleType) -> None:
-    """Makes Ray's functions know of our threads: see NOTE [our thread and Ray's shutdown] and NOTE [who starts Ray]."""
-    shutdown, init = ray.shutdown, ray.init
-
-    @functools.wraps(init)
-    def init_of_program(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread() is _starter:
-            return init(*args, **kwargs)
-        if _in_background and _starter is not None:
-            give_way()
-        return init(*args, **kwargs)
+    """Makes Ray's shutdown know of our thread: see NOTE [our thread and Ray's shutdown]."""
+    shutdown = ray.shutdown
 
     @functools.wraps(shutdown)
     def waits_for_our_thread(*args: Any, **kwargs: Any) -> Any:
@@ -459,22 +348,22 @@ def _wrap(ray: ModuleType) -> None:
         _let_starter_go()  # the fork server ends with its Ray
         return result
 
-    ray.init = init_of_program  # type: ignore[attr-defined]
     ray.shutdown = waits_for_our_thread  # type: ignore[attr-defined]
 
 
 def forget() -> None:
     """To be called in a forked child, which must neither end nor use its parent's Ray."""
-    global _started, _starter, _forked, _shutdown_lock, _importing
+    global _started, _starter, _shutdown_lock, _importing
     _shutdown_lock, _importing = threading.RLock(), threading.RLock()  # the parent's may have been held
-    is_starting = _starter is not None and not _starter.done
     if _starter is not None:
+        ray_use.forked |= not _starter.done
         _starter.forget()
     _started = _starter = None
-    _forked = is_forked_from_ray() or is_starting
 
 
 os.register_at_fork(after_in_child=forget)
+janitor.between_jobs = no_shutdown
+ray_use.is_own = started_here
 
 
 def exit_code(pid: int) -> int | None:
@@ -546,8 +435,6 @@ _SIGNAL_LINES = ("SIGTERM handler is not set",)
 _START_LINES = (
     *_SIGNAL_LINES,
     "Started a local Ray instance",
-    "Connecting to existing Ray cluster",  # one in the background
-    "Connected to Ray cluster",
     "Token authentication is enabled for this Ray cluster",
 )
 

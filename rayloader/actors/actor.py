@@ -21,14 +21,14 @@ import ray
 from ray.exceptions import RayError
 from typing_extensions import override
 
-from rayloader._compat_ray import has_process, on_completed, said_of_end
+from rayloader.actors import session
+from rayloader.actors._compat_ray import has_process, on_completed, said_of_end
+from rayloader.actors.image import Image
+from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
 from rayloader.protocol import WorkerAddress
-from rayloader.replica.image import Image
-from rayloader.start import session
-from rayloader.start.signals import exit_in_words
 from rayloader.transport import memory_file
-from rayloader.workers.connection import NONE_YET, Started
+from rayloader.workers.connection import NONE_YET, Channel, Mailbox, Started
 from rayloader.workers.process import NeverStarts, Process
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
@@ -75,6 +75,12 @@ def wait_for(refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
     while sum(answer is not NONE_YET for answer in answers) < count and (left := until - time.monotonic()) > 0:
         bell.wait(left)
     return list(answers)
+
+
+def watch(mailbox: Mailbox, ref: Any, channel: Channel | None = None) -> None:
+    """Lets the answer to a call end a wait of a mailbox, and make its channel ready."""
+    if (note := mailbox.expect(ref, channel)) is not None:
+        on_completed(ref, note)
 
 
 class Lease:
@@ -137,8 +143,12 @@ class Actor(Process):
 
     @property
     @override
-    def awaited(self) -> Ref:
-        return self.hello.ref
+    def tells_start(self) -> bool:
+        return True
+
+    @override
+    def watch_start(self, mailbox: Mailbox) -> None:
+        watch(mailbox, self.hello.ref)
 
     @property
     def is_new(self) -> bool:
@@ -149,12 +159,6 @@ class Actor(Process):
     def stops(self) -> bool:
         """Whether it was told to stop, and has not answered."""
         return self.stopped is not None and self.stopped.value is NONE_YET
-
-    @property
-    def left_behind(self) -> str:
-        """What user code has left behind in its process, which must therefore end; empty if nothing, or not known."""
-        value = self.stopped.value if self.stopped is not None else None
-        return value if isinstance(value, str) else ""
 
     @property
     def reserves(self) -> bool:

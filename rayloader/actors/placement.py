@@ -16,10 +16,10 @@ from typing import Any
 
 import ray
 
-from rayloader._compat_ray import may_autoscale, node_first
+from rayloader.actors import session
+from rayloader.actors._compat_ray import may_autoscale, node_first
+from rayloader.actors.actor import Actor
 from rayloader.errors import WorkerStartError
-from rayloader.start import session
-from rayloader.workers.actor import Actor
 from rayloader.workers.processes import Verdict
 
 logger = logging.getLogger("rayloader")

@@ -1,4 +1,4 @@
-"""The actors of one fleet: lent by the pool, reached over lines or by Ray calls, given what a fork would have.
+"""The actors of one fleet: lent by the pool, reached over lines or by Ray calls, given the replica.
 
 Promise: nothing here calls Ray once the session that the actors came from is gone.
 """
@@ -10,27 +10,26 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pickle import PickleBuffer
 from typing import Any
 
 import ray
 from typing_extensions import override
 
+from rayloader.actors import session
+from rayloader.actors.actor import Actor, Lease, Ref, all_see_us
+from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
+from rayloader.actors.image import Image
+from rayloader.actors.pool import Pool
+from rayloader.actors.replica import Source, module_folders
 from rayloader.errors import RaySessionError
-from rayloader.inherit.process_state import ProcessState
 from rayloader.options import Options
-from rayloader.protocol import Source
-from rayloader.replica.image import Image
-from rayloader.start import session
 from rayloader.transport.device import Accelerator
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
-from rayloader.workers.actor import Actor, Lease, Ref, all_see_us
 from rayloader.workers.connection import Channel, Mailbox
-from rayloader.workers.pool import Pool
 from rayloader.workers.processes import Processes, Verdict
-from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
 logger = logging.getLogger("rayloader")
 
@@ -47,21 +46,6 @@ TASKS_AHEAD = 16
 NOTICE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Inherited:
-    """What a fork of the driver has, for actors.
-
-    Attributes:
-        process: settings of the driver.
-        image: of its replica.
-        carried: parts of the replica that Ray carries unchanged.
-    """
-
-    process: ProcessState
-    image: Image
-    carried: list[Any]
-
-
 class Actors(Processes):
     """The actors of one fleet.
 
@@ -73,10 +57,10 @@ class Actors(Processes):
         accelerator: for which the memory of batches is page-locked.
 
     Attributes:
-        inherited: set before a worker begins, until `release`.
+        replica: its image, and the parts of it that Ray carries unchanged; set before a worker begins, until `release`.
     """
 
-    inherited: Inherited | None = None
+    replica: tuple[Image, list[Any]] | None = None
 
     def __init__(
         self, pool: Pool, loader: object, options: Options, name: str = "", accelerator: Accelerator | None = None
@@ -104,11 +88,6 @@ class Actors(Processes):
         assert self._lease is not None
         return self._pool.lend(self._lease, self._remote_args, count, fresh=fresh)
 
-    def are_ready(self, count: int) -> bool:
-        """Whether so many run and may be lent; has those that are missing created."""
-        self.check()
-        return self._pool.has_ready(self._remote_args, count)
-
     @override
     def kill(self, process: Actor) -> None:
         self._pool.kill(process)
@@ -120,7 +99,7 @@ class Actors(Processes):
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
         lease, self._lease = self._lease, None
-        self.inherited = None  # the iterator may live on
+        self.replica = None  # the iterator may live on
         if lease is not None:
             self._memory.close()  # parts in use stay until their last view has died
             self._pool.end(lease, busy=busy, reuse=reuse)
@@ -141,10 +120,6 @@ class Actors(Processes):
     @override
     def all_are_near(self) -> bool:  # type: ignore[override]
         return all_see_us()
-
-    @override
-    def settle_output(self) -> None:
-        self._pool.output.settle()
 
     # ---- channels
 
@@ -186,23 +161,23 @@ class Actors(Processes):
             self._pool.without_lines.add(location)
         logger.warning("rayloader: a worker is reached by Ray calls, which take longer than a socket: %s", reason)
 
-    # ---- what a fork would have
+    # ---- the replica
 
     @override
     def sources(self, others: list[Actor]) -> Callable[[Actor], Source]:
-        return functools.partial(self._source, others, [])
+        return functools.partial(self._source, others, [], module_folders())
 
-    def _source(self, others: list[Actor], contents: list[Ref], actor: Actor) -> Source:
+    def _source(self, others: list[Actor], contents: list[Ref], folders: list[str], actor: Actor) -> Source:
         """Where a worker gets its replica from.
 
         Workers that can open the driver's files do so. On any other node, one actor makes an image for all workers
         there, from one Ray object that is made when it is first needed and is then kept in `contents`.
         """
-        assert self.inherited is not None
-        process, image, carried = self.inherited.process, self.inherited.image, self.inherited.carried
-        output, where = self._pool.output.address, actor.address
+        assert self.replica is not None
+        (image, carried), where = self.replica, actor.address
+        source = Source(session.node_id(), folders, image.address, carried)
         if where is None or actor.is_near:
-            return Source(process, output, image.address, carried)
+            return source
         near = [a for a in others if not a.lost and a.address is not None and a.address.location == where.location]
         hosts = [a for a in near if a.hosts(image)]
         hosts += [a for a in near if a.hosted is not None and a.hosted[0] == image.address.name]
@@ -214,7 +189,7 @@ class Actors(Processes):
         assert host.hosted is not None
         # In lists: Ray resolves a bare reference before the call, and fails the call if the object is lost.
         bytes_of_image, hosted = [contents[0] if contents else None], [host.hosted[1].ref]
-        return Source(process.without_secrets(), output, image.address, carried, bytes_of_image, hosted)
+        return replace(source, contents=bytes_of_image, hosted=hosted)
 
     # ---- places
 

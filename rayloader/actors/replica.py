@@ -1,0 +1,123 @@
+"""What the driver sends of itself to actors: the replica, and where its modules are found.
+
+Promise: it is sent as it is at `iter()`. The user's objects may raise anything while they are pickled: the error names
+the part at fault, and the remedy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rayloader.errors import add_note
+from rayloader.protocol import Replica, carried
+from rayloader.random.generators import RECORDED
+from rayloader.random.search import walk
+from rayloader.transport import codec, unpicklable
+from rayloader.transport.mapped import Mappings
+from rayloader.transport.pickler import Overlap
+
+if TYPE_CHECKING:
+    from rayloader.actors.image import ImageAddress
+
+logger = logging.getLogger("rayloader")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an actor gets its replica from.
+
+    Attributes:
+        node_id: the driver's.
+        sys_path: where the driver finds modules.
+        image: of the replica, the driver's.
+        carried: parts of the replica that Ray carries unchanged.
+        contents: for workers that cannot open the driver's files: in a list, Ray's object with their bytes, or None if
+            the node has an image of an earlier epoch.
+        hosted: in a list too, the address of the image that one worker of the node has made of them.
+    """
+
+    node_id: str
+    sys_path: list[str]
+    image: ImageAddress
+    carried: list[Any]
+    contents: list[Any] | None = None
+    hosted: list[Any] | None = None
+
+
+def module_folders() -> list[str]:
+    """Where this process finds modules, for processes with another working directory."""
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:  # it was removed: nothing is found there
+        cwd = ""
+    return [os.path.join(cwd, entry) for entry in map(os.fspath, sys.path)]
+
+
+def encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
+    """A replica, to be written into an image."""
+    try:
+        encoded = codec.encode(replica, carry=carried(), mapped=mappings, special=RECORDED)
+    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
+        if (explanation := _explained(replica)) is not None:
+            add_note(error, f"It cannot be sent to the workers: {explanation}")
+        raise
+    if encoded.overlap is not None:
+        _note_overlap(encoded.overlap, replica.dataset)
+    if encoded.copied is not None:
+        _warn_of_copy(*encoded.copied)
+    return encoded
+
+
+def in_short(error: Exception) -> str:
+    """An error of `encode_replica`: its note, if it has one."""
+    return "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
+
+
+def _explained(replica: Replica) -> str | None:
+    """Which part of a replica cannot be pickled, if it is found."""
+    for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
+        if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
+            return explanation
+    return None
+
+
+_MUCH = 64 << 20  # bytes that are held twice
+_seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
+
+
+def _note_overlap(overlap: Overlap, dataset: object) -> None:
+    """Tells of arrays that share memory, unless it hardly matters: libraries keep samples as arrays and as tensors."""
+    much = overlap.nbytes >= _MUCH
+    if (kind := (overlap.one, overlap.other, much)) in _seen_overlaps:
+        return
+    _seen_overlaps.add(kind)
+    if much or not overlap.converted or _have_attributes(dataset, overlap.arrays):
+        logger.warning(
+            "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if "
+            "they are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it "
+            "there too",
+            overlap.one,
+            overlap.other,
+        )
+
+
+def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
+    """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
+    those = {*map(id, arrays)}
+    return any(
+        id(obj) in those and path[-1][0] == "attribute" for path, obj in walk([((("object", "dataset"),), dataset)])
+    )
+
+
+def _warn_of_copy(function: str, generator: str) -> None:
+    warnings.warn(
+        f"the workers have a copy of the random generator {generator} for {function}, which is a lambda or was made by "
+        "another function, and one more for the rest of its module: both may draw the same numbers. Define the "
+        "function at the top level of the module, or let the dataset hold the generator",
+        stacklevel=2,
+    )

@@ -1,1 +1,0 @@
-"""How the workers get the dataset."""

@@ -1,1 +1,0 @@
-"""Ray's session, and the fork server."""
