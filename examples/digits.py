@@ -1,11 +1,12 @@
-"""Train a small network on handwritten digits, and check that every batch is the one torch would have given.
+"""Train a small network on handwritten digits, by Ray actors and by forks, and check every batch against torch's.
 
-The images are scikit-learn's: 1797 digits of 8x8 pixels. This script writes them as PNG files into a
-temporary folder, which it removes at the end (or into `--folder`). Two workers open, decode and augment
-them, and the network is trained in this process. A fifth of the images is set aside to measure its accuracy.
+The images are scikit-learn's: 1797 digits of 8x8 pixels. This script starts Ray in the background, and meanwhile
+writes them as PNG files into a temporary folder, which it removes at the end (or into `--folder`). Two workers open,
+decode and augment them, and the network is trained in this process. A fifth of the images is set aside to measure its
+accuracy. The loop runs twice: its workers are two Ray actors, and then two forks of this process.
 
-Every training batch is hashed as the network takes it. A second process, which never imports Ray, then reads
-the same files through torch's own DataLoader with the same arguments. The hashes of all batches must agree.
+Every training batch is hashed as the network takes it. Another process, which never imports Ray, then reads the same
+files through torch's own DataLoader with the same arguments. The hashes of all batches must agree.
 
 Exit status: 0 if the accuracy reached `--target` and all batches are equal, 1 otherwise.
 
@@ -13,6 +14,7 @@ Exit status: 0 if the accuracy reached `--target` and all batches are equal, 1 o
 """
 
 import argparse
+import collections
 import hashlib
 import json
 import random
@@ -77,8 +79,8 @@ def write_images(folder: Path) -> tuple[Path, Path]:
     return folder / "train", folder / "test"
 
 
-def training_loader(loader_class: type[TorchDataLoader], folder: Path, seed: int) -> TorchDataLoader:
-    """Build the training loader, with the same call for rayloader and for torch."""
+def training_loader(loader_class: type[TorchDataLoader], folder: Path, seed: int, **more: str) -> TorchDataLoader:
+    """Build the training loader, with the same call for rayloader and for torch; `more`: rayloader's own arguments."""
     return loader_class(
         DigitImages(folder, augment=True),
         batch_size=32,
@@ -87,6 +89,7 @@ def training_loader(loader_class: type[TorchDataLoader], folder: Path, seed: int
         persistent_workers=True,
         # The loader has its own generator, so that the network's use of torch's global one does not change the batches.
         generator=torch.Generator().manual_seed(seed),
+        **more,
     )
 
 
@@ -114,9 +117,9 @@ def make_network() -> nn.Module:
     )
 
 
-def train(network: nn.Module, loader: TorchDataLoader, epochs: int) -> list[str]:
-    """Train the network; return the digests of all batches, in the order in which they came."""
-    digests = []
+def train(network: nn.Module, loader: TorchDataLoader, epochs: int) -> tuple[list[str], float]:
+    """Train the network; return the digests of all batches, in their order, and after how many seconds the first came."""
+    digests, first = [], 0.0
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=epochs * len(loader))
     network.train()
@@ -126,6 +129,7 @@ def train(network: nn.Module, loader: TorchDataLoader, epochs: int) -> list[str]
         title = f"epoch {epoch:2}/{epochs}"
         # The bar appears in terminals only (disable=None); the line after each epoch appears in logs too.
         for images, labels in tqdm(loader, title, leave=False, unit="batch", disable=None):
+            first = first or time.perf_counter() - start
             digests.append(digest([images, labels]))
             loss = nn.functional.cross_entropy(network(images), labels)
             optimizer.zero_grad()
@@ -135,7 +139,7 @@ def train(network: nn.Module, loader: TorchDataLoader, epochs: int) -> list[str]
             total_loss += loss.item()
         seconds = time.perf_counter() - start
         print(f"{title}  loss {total_loss / len(loader):.3f}  {seconds:.1f} s", flush=True)
-    return digests
+    return digests, first
 
 
 @torch.no_grad()
@@ -171,28 +175,46 @@ def check_batches(ours: list[str], reference: list[str]) -> None:
         sys.exit(f"Batches differ: rayloader gave {len(ours)}, torch's DataLoader {len(reference)}.")
 
 
-def train_and_check(folder: Path, options: argparse.Namespace) -> None:
-    """Train, measure the accuracy, and compare the batches with those of the reference process."""
-    from rayloader import DataLoader  # not at the top: the reference process runs this script without Ray
+def train_and_measure(folders: tuple[Path, Path], options: argparse.Namespace, workers: str) -> tuple[list[str], str]:
+    """Train with one kind of workers, and check the accuracy; return the digests of all batches, and who built them."""
+    from rayloader import DataLoader  # not at the top: the reference process runs this script without rayloader
 
-    train_folder, test_folder = write_images(folder)
-    loader = training_loader(DataLoader, train_folder, options.seed)
-    test_loader = DataLoader(DigitImages(test_folder, augment=False), batch_size=128)
-    sizes = f"{len(loader.dataset)} training and {len(test_loader.dataset)} test images"
-    print(f"{sizes} as PNG files in {folder}", flush=True)
-
+    loader = training_loader(DataLoader, folders[0], options.seed, workers=workers)
+    test_loader = DataLoader(DigitImages(folders[1], augment=False), batch_size=128)
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)  # the network is tiny; more threads would only take cores from the workers
     network = make_network()
-    digests = train(network, loader, options.epochs)
+    start = time.perf_counter()
+    digests, first = train(network, loader, options.epochs)
+    seconds = time.perf_counter() - start
     accuracy = measure_accuracy(network, test_loader)
-    print(f"test accuracy {accuracy:.2%}")
+    workers_stats = loader.stats().epoch.workers
+    kinds = collections.Counter(worker.process for worker in workers_stats)
+    who = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items())
+    if nodes := {worker.node for worker in workers_stats} - {""}:
+        who += f" on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+    print(f"test accuracy {accuracy:.2%} after {seconds:.1f} s, batches built by {who}\n", flush=True)
     if accuracy < options.target:
         sys.exit(f"The test accuracy must be at least {options.target:.2%}.")
+    return digests, f"{who} (first batch after {first:.1f} s)"
 
+
+def train_and_check(folder: Path, options: argparse.Namespace) -> None:
+    """Train with both kinds of workers, and compare the batches with those of the reference process."""
+    import rayloader
+
+    rayloader.init(num_workers=2)  # returns at once: Ray and two actors start while the images are written
+    folders = write_images(folder)
+    sizes = " and ".join(f"{len(list(one.iterdir()))} {one.name}" for one in folders)
+    print(f"{sizes} images as PNG files in {folder}", flush=True)
+    by_actors, actors = train_and_measure(folders, options, "auto")  # actors, because the program has asked for Ray
+    by_forks, forks = train_and_measure(folders, options, "fork")
     reference_seed = options.seed if options.reference_seed is None else options.reference_seed
-    check_batches(digests, run_reference(train_folder, reference_seed, options.epochs))
-    print(f"All {len(digests)} training batches are bit for bit those of torch's own DataLoader.")
+    reference = run_reference(folders[0], reference_seed, options.epochs)
+    check_batches(by_actors, reference)
+    check_batches(by_forks, reference)
+    print(f"All {len(reference)} training batches are bit for bit those of torch's own DataLoader, both times,")
+    print(f"built by {actors}, and by {forks}.")
 
 
 def parse_options() -> argparse.Namespace:

@@ -126,6 +126,7 @@ class ActorState(Enum):
 class Actor(Process):
     """One actor process; methods that take or return a `Ref` return at once."""
 
+    kind = "Ray actor"
     handle: Any
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with

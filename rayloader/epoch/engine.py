@@ -587,6 +587,8 @@ class Engine:
         if (task.lent is not None) is not counts.arena:
             counts.arena = task.lent is not None
             counts.lane = self.fleet.mailbox.lane(worker.host)
+            counts.process = worker.host.kind
+            counts.node = worker.host.address.node_id if worker.host.address is not None else ""
         if answer.seconds > tally.slow:
             self._name(worker, task, counts.lane, Spent.unpack(answer.spent))
         if len(log) >= tally.fold_at:

@@ -35,6 +35,8 @@ class WorkerTally:
     """Further measurements of one worker; see `WorkerStats`."""
 
     depth: int = 0
+    process: str = ""
+    node: str = ""
     lane: str = ""
     arena: bool | None = None  # whether its last batch had room in one; None before the first
     settled: bool = False  # its idle time now counts from the first batch of the epoch
@@ -182,6 +184,7 @@ class Tally:
             whole.workers += [WorkerTally() for _ in tally.workers[len(whole.workers) :]]
             for worker, other in zip(whole.workers, tally.workers, strict=False):
                 worker.depth = max(worker.depth, other.depth)
+                worker.process, worker.node = other.process or worker.process, other.node or worker.node
                 worker.lane = other.lane or worker.lane
             for slow in tally.slowest:
                 whole.note_slow(slow)
@@ -199,7 +202,18 @@ class Tally:
             idle, fetch, collate, transfer = work.sums[worker_id].tolist()
             build = build.merged(own)
             workers.append(
-                WorkerStats(worker_id, own.times(), idle, fetch, collate, transfer, worker.lane, worker.depth)
+                WorkerStats(
+                    worker_id,
+                    own.times(),
+                    idle,
+                    fetch,
+                    collate,
+                    transfer,
+                    worker.process,
+                    worker.node,
+                    worker.lane,
+                    worker.depth,
+                )
             )
         times = build.times()
         slow, seconds = build.above(SLOW * times.median)

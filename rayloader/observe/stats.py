@@ -48,6 +48,8 @@ class WorkerStats:
     collate: float = 0.0  #: seconds in `collate_fn`.
     #: seconds for encoding batches, placing them in shared memory if there is any, and sending them.
     transfer: float = 0.0
+    process: str = ""  #: "fork" or "Ray actor"; "" if it has sent nothing.
+    node: str = ""  #: Ray's id of the node that an actor is on.
     #: how it is reached and how its batches travel: "line, arena", "line", "TCP line" or "Ray calls"; "" if it has sent
     #: nothing.
     lane: str = ""
@@ -63,7 +65,8 @@ class WorkerStats:
         if not batches:
             return "has sent no batch"
         parts = [f"{name} {seconds(getattr(self, name) / batches)}" for name in ("fetch", "collate", "transfer")]
-        return f"busy {self.busy:.0%}, {batches:,} batches: {', '.join(parts)} each; {self.lane}, depth {self.depth}"
+        where = f"{self.process}, {self.lane}, depth {self.depth}"
+        return f"busy {self.busy:.0%}, {batches:,} batches: {', '.join(parts)} each; {where}"
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ logger = logging.getLogger("rayloader")
 class Fork(Process):
     """One forked process."""
 
+    kind = "fork"
     zygote: Zygote
     line: LineAddress | None = None  # that it serves, once it was asked for
 

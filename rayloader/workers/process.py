@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rayloader.protocol import WorkerAddress
 from rayloader.transport.lanes import ArenaLane
@@ -23,8 +23,13 @@ class NeverStarts(Exception):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Process:
-    """One process that hosts workers."""
+    """One process that hosts workers.
 
+    Attributes:
+        kind: what it is, for users.
+    """
+
+    kind: ClassVar[str]
     created_at: float = field(default_factory=time.monotonic)
     address: WorkerAddress | None = None
     started_at: float | None = None  # time.monotonic() when it was first seen to run

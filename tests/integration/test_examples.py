@@ -69,9 +69,11 @@ def test_quickstart(output_of: Callable[..., str]) -> None:
 def test_digits_gives_the_batches_of_torch(output_of: Callable[..., str]) -> None:
     output = output_of("digits.py", "--epochs", "1", "--target", "0.3")
 
-    assert re.search(r"^test accuracy \d", output, re.MULTILINE)
-    last_line = output.splitlines()[-1]
-    assert last_line == "All 45 training batches are bit for bit those of torch's own DataLoader."
+    assert len(re.findall(r"^test accuracy \d", output, re.MULTILINE)) == 2
+    last, who = output.splitlines()[-2:]
+    assert last == "All 45 training batches are bit for bit those of torch's own DataLoader, both times,"
+    wait = r"\(first batch after [\d.]+ s\)"
+    assert re.fullmatch(rf"built by 2 Ray actors on 1 node {wait}, and by 2 forks {wait}\.", who)
 
 
 @pytest.mark.full
