@@ -118,7 +118,7 @@ def make_network() -> nn.Module:
 
 
 def train(network: nn.Module, loader: TorchDataLoader, epochs: int) -> tuple[list[str], float]:
-    """Train the network; return the digests of all batches, in their order, and after how many seconds the first came."""
+    """Train the network; return the digests of all batches, in order, and the seconds until the first one came."""
     digests, first = [], 0.0
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=epochs * len(loader))
