@@ -98,9 +98,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     there; the others have no effect.
 
     With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
-    RAY_ADDRESS is set). Otherwise they are forks of this process, as torch's are, and the first batch comes at once;
-    see `workers`. The actors are shared by all loaders of the process. They stay warm between epochs, and for a minute
-    after the last loader (2 seconds in a Ray that was already running).
+    RAY_ADDRESS is set) or this loader asks for them; otherwise they are forks of this process, as torch's are, and the
+    first batch comes at once. See `workers`. The actors are shared by all loaders of the process. They stay warm between
+    epochs, and for a minute after the last loader (2 seconds in a Ray that was already running).
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has its own dataset object, a new one at each `iter()`
@@ -120,8 +120,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         timeout: seconds to wait for a batch at most, counted once its worker has started, and without the time in
             which memory is page-locked; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
-        multiprocessing_context: with "spawn" or "forkserver" (or if `multiprocessing.set_start_method` asks for one of
-            these) workers are not forks of this process, but Ray actors.
+        multiprocessing_context: with "spawn" or "forkserver" the workers of this loader are Ray actors.
         generator: random generator of the sampler, and of the workers' base seed.
         prefetch_factor: batches per worker that are submitted and not yet taken, at least 1. This is a strict bound,
             and indices are drawn when torch draws them. By default the depth is automatic, and the attribute reads as
@@ -132,19 +131,18 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         in_order: deliver the batches in order; if False, as they are finished.
 
     Arguments of rayloader alone:
-        workers: "fork": the workers are forks of this process, on this machine; Ray is not started. "ray": they are Ray
-            actors, on any machine of the cluster; the dataset, `collate_fn` and `worker_init_fn` must be picklable.
-            "auto": actors if the program uses Ray; otherwise forks. Once an epoch has lasted a second, Ray is started
-            in the background, and the workers move to actors when these have rebuilt batches of theirs, and the
-            batches were the same. What cannot be pickled, or not be rebuilt, stays
-            with forks, and the log says so at level INFO. Ranks of torchrun, and children of `multiprocessing`, start
-            no Ray in the background.
-        ray_remote_args: options of the worker actors, which the workers then are from the start: `num_cpus` (per
+        workers: "fork": the workers are forks of this process, on this machine; what torch's loader takes under the
+            start method "fork" works. "ray": they are Ray actors, on any machine of the cluster; Ray is joined, or
+            started if there is none, and sends them the dataset, `collate_fn` and `worker_init_fn` by cloudpickle.
+            "auto": actors if the program uses Ray, and otherwise forks, as long as the iterator lives. In a Ray of one
+            node, what Ray cannot send has forks, and the log says so at level INFO.
+        ray_remote_args: options of the worker actors, which the workers then are: `num_cpus` (per
             worker; by default 1 in a Ray that was already running, while it has as many CPUs as this process has
             workers, and 0 otherwise or if others hold all CPUs for 10 seconds), `num_gpus`, `memory`, `resources`,
             `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
-        fresh_processes: start new actors for each `iter()` instead of reusing warm ones. That takes seconds instead of
-            milliseconds; use it for datasets that leave traces in module globals. Forks are always new.
+        fresh_processes: start new actors for each `iter()` instead of reusing warm ones, in which stays what user code
+            has left: module globals, settings of libraries, threads. That takes seconds instead of milliseconds. Forks
+            are always new.
         prefetch_bytes: bytes of batches that may be ready, in progress or kept by the program with automatic depth,
             over all workers; 256 MiB by default. Batches in progress are assumed to grow to at most twice the size of
             earlier ones. Two batches per worker may always be under way.
@@ -637,11 +635,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
 
 def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None, **ray_options: Any) -> None:
-    """Starts Ray and worker processes in the background, for instance while the program builds its model.
+    """Starts Ray and worker processes while the program continues, for instance while it builds its model.
 
     Returns at once. The workers of loaders are actors from then on. The first `iter()` of a loader waits for what is
-    not ready yet, and raises any error of the start. Calling this is never necessary: without it, workers begin as
-    forks.
+    not ready yet, and raises any error of the start.
 
     Args:
         num_workers: worker processes to start, over all loaders that will work at the same time; they wait for their
