@@ -73,6 +73,7 @@ COSTS = {
     "_private.services.start_raylet(session_dir)": _LATE_AGENTS,
     "_private.services.start_raylet(node_id)": _LATE_AGENTS,
     "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT": _LATE_AGENTS,
+    "_private.ray_constants.ENABLE_RAY_CLUSTER": "a Ray that is started here listens on all addresses of this machine",
     "_raylet.persist_port": "",
     "_private.utils.get_dashboard_dependency_error": "",
     _OF_TRAIN: "the state of a loader that Ray Train has prepared counts the batch that this draws ahead",
@@ -285,7 +286,12 @@ def can_choose_workers(ray: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def own_start(
-    ray: ModuleType, worker_path: str | None, starting: contextlib.AbstractContextManager[Any], *, dashboard: bool
+    ray: ModuleType,
+    worker_path: str | None,
+    starting: contextlib.AbstractContextManager[Any],
+    *,
+    dashboard: bool,
+    local: bool,
 ) -> Iterator[list[socket.socket]]:
     """A Ray of one machine and one program that starts in this block starts no processes that are useless to it.
 
@@ -295,6 +301,7 @@ def own_start(
         starting: to be entered around the start of each process.
         dashboard: whether the dashboard was requested. Otherwise Ray would still start its process, with
             nothing to serve, and wait for it; and that of the autoscaler.
+        local: it listens on 127.0.0.1 alone; Ray replaces that address, where it is given, by another one.
 
     Yields:
         A list for the sockets that reserve ports for the agents of that Ray, which may bind them much later. The
@@ -312,6 +319,8 @@ def own_start(
     path, no_monitor = _with_default("worker_path", worker_path), _with_default("no_monitor", not dashboard)
     reserved: list[socket.socket] = []
     with contextlib.ExitStack() as put_back:
+        if local:
+            put_back.callback(_replace(ray, "_private.ray_constants.ENABLE_RAY_CLUSTER", lambda _: False))
         put_back.callback(_replace(ray, "_private.parameter.RayParams.__init__(worker_path)", path))
         put_back.callback(_replace(ray, "_private.parameter.RayParams.__init__(no_monitor)", no_monitor))
         put_back.callback(_replace(ray, "_private.services.start_ray_process", start_alone))

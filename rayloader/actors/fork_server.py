@@ -84,7 +84,11 @@ def start_ray(ray: ModuleType, server: ForkServer, options: dict[str, Any]) -> N
         with (
             with_variables(server.environment),
             own_start(
-                ray, server.worker_path, starting, dashboard=bool(options.get("include_dashboard"))
+                ray,
+                server.worker_path,
+                starting,
+                dashboard=bool(options.get("include_dashboard")),
+                local="_node_ip_address" not in options,
             ) as server.ports,
         ):
             ray.init(**options)

@@ -31,6 +31,7 @@ import inspect
 import logging
 import os
 import random
+import shutil
 import sys
 import threading
 import time
@@ -47,6 +48,7 @@ from rayloader.actors._compat_ray import (
     tell_lacks,
 )
 from rayloader.actors.fork_server import ExitReports, ForkServer, start_ray, with_variables
+from rayloader.actors.private_files import keep_token_private, new_folder
 from rayloader.actors.signals import SignalHandlers
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread
@@ -205,6 +207,7 @@ class _Starter(DaemonThread):
         self.done = False
         self._bell = Bell()
         self._leave = Bell()
+        self._folder: str | None = None  # of that Ray: only this user may enter it, and it is removed with that Ray
 
     def wait(self) -> None:
         """Starts the thread if needed, and waits until Ray runs or has failed to start."""
@@ -250,6 +253,8 @@ class _Starter(DaemonThread):
         self.reports.close()
         if self.fork_server is not None:
             self.fork_server.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _init(self) -> None:
         """Joins or starts Ray."""
@@ -267,6 +272,9 @@ class _Starter(DaemonThread):
                 else:
                     resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
                     own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
+                    if "_temp_dir" not in own:
+                        own["_temp_dir"] = self._folder = new_folder()
+                    keep_token_private()
                     with with_variables(LOCAL_RAY_ENVIRONMENT):
                         self.fork_server = ForkServer()
                         self.reports = self.fork_server.reports
