@@ -56,7 +56,7 @@ def program(way: str) -> None:
     next(iterator)
     everything = psutil.Process().children(recursive=True)
     workers = harness.ray_workers()
-    others = [process for process in everything if "forking.py" in " ".join(process.cmdline()[1:2])]
+    others = [process for process in everything if "--fork-server" in process.cmdline()[2:3]]
     sizes = [process.memory_full_info() for process in workers]
     together = sum(size.pss for size in sizes) + sum(process.memory_full_info().pss for process in others)
     os.kill(workers[0].pid, signal.SIGKILL)

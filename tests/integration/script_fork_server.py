@@ -25,9 +25,8 @@ from torch.utils.data import Dataset
 import rayloader
 from rayloader import DataLoader
 from rayloader.actors import session
-from rayloader.actors.fork_server import HERE
-
-SERVER, SCRIPT = HERE / "forking.py", HERE / "default_worker.py"
+from rayloader.actors.default_worker import SERVE
+from rayloader.actors.fork_server import SCRIPT
 
 
 class Facts(Dataset):
@@ -87,14 +86,14 @@ def main():
     logging.getLogger("rayloader").addHandler(handler := logging.Handler())
     handler.emit = lambda record: said.append(record.getMessage())
     say("forked", facts())
-    (server,) = (p for p in psutil.Process().children() if p.cmdline()[1:2] == [str(SERVER)])
+    (server,) = (p for p in psutil.Process().children() if SERVE in p.cmdline())
     say("server", [server.pid, len(os.listdir(f"/proc/{server.pid}/fd"))])
     # The process that Ray has started for a worker ends with it.
     with contextlib.suppress(psutil.Error):
         psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p.ppid() == server.pid], 60)
     iterator = iter(DataLoader(Facts(), num_workers=1, batch_size=None, fresh_processes=True, workers="ray"))
     victim = next(iterator)["pid"]
-    scripts = [p for p in psutil.Process().children(recursive=True) if str(SCRIPT) in p.cmdline()]
+    scripts = [p for p in psutil.Process().children(recursive=True) if SCRIPT in p.cmdline()]
     waiting = [p for p in scripts if p.ppid() != server.pid]
     with contextlib.suppress(StopIteration):
         next(iterator)
