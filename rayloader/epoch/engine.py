@@ -57,7 +57,7 @@ from rayloader.epoch.reports import (
 )
 from rayloader.epoch.schedule import Schedule
 from rayloader.epoch.to_device import Delivery
-from rayloader.errors import RaySessionError, SkipLimitError, WorkerDiedError
+from rayloader.errors import RayloaderError, RaySessionError, SkipLimitError, WorkerDiedError
 from rayloader.interrupts import Changes, change, interrupted
 from rayloader.observe.histogram import Spent
 from rayloader.observe.recorder import Tally
@@ -113,6 +113,7 @@ class Engine:
 
     Attributes:
         changes: of all that this object owns.
+        was_interrupted: an exception that was neither the program's nor this library's has come out of `next`.
         failure: the error that ends the epoch once all deliverable batches were taken.
     """
 
@@ -135,6 +136,7 @@ class Engine:
         self._delivery = delivery
         self._tally = tally
         self.changes = Changes(position.lock)
+        self.was_interrupted = False
         self.failure: WorkerDiedError | None = None
         self._drawing = False  # indices were requested from the sampler, and the schedule does not know of them yet
         self._out: Task | None = None  # what `next` returns until it is handed over
@@ -167,6 +169,7 @@ class Engine:
                 self.handle(WorkerReady(worker.worker_id))
         self._limit()
         self.handle(Opened())
+        self._revive()  # a worker whose process died after its stream had ended was not replaced until now
         self._draw_owed()
         self._start_ahead()
 
@@ -273,8 +276,15 @@ class Engine:
         """Raises if something in progress was lost, because a wait for it would never end."""
         with self.lock:
             under_way = self._is_under_way or self.schedule.deliverable or self.schedule.owed_draws
-            if not under_way and not self.schedule.finished and self.failure is None:
-                raise interrupted()
+            if under_way or self.schedule.finished or self.failure is not None:
+                return
+        if self.was_interrupted:
+            raise interrupted()
+        raise RayloaderError(
+            "no worker has anything to do, and the epoch is not over: this is a fault of rayloader. Call iter() on the "
+            "loader again, and report it, with the lines of the log 'rayloader'; state_dict() still says which batches "
+            "were taken"
+        )
 
     @change
     def _end_turn(self, task: Task) -> None:

@@ -356,6 +356,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         except BaseException as error:
             self._tally.raised(asked)
             is_users, self._user_error = self._user_error is error, None
+            if self._engine is not None and not is_users and not isinstance(error, (RayloaderError, StopIteration)):
+                self._engine.was_interrupted = True
             del self  # a notebook keeps the traceback, which must not keep the workers
             shorten(error, is_users or isinstance(error, (RayloaderError, KeyboardInterrupt)))
             raise
