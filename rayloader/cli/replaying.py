@@ -14,9 +14,10 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from rayloader.cli import picture, rates, sources
+from rayloader.cli import rates, sources
 from rayloader.cli.console import AsJson, err, fail, out, print_json
 from rayloader.cli.inspecting import Key
+from rayloader.cli.parts import parts_in
 from rayloader.cli.sources import SourceError
 from rayloader.errors import RayloaderError
 from rayloader.loader import DataLoader
@@ -43,8 +44,6 @@ Step = Annotated[int | None, typer.Option(help="number of the batch in its epoch
 Epoch = Annotated[int | None, typer.Option(help="of the run, from 0; may be left out if there is only one", min=0)]
 Rank = Annotated[int | None, typer.Option(help="passed to the function as rank=", min=0)]
 World = Annotated[int | None, typer.Option(help="passed to the function as num_replicas=", min=1)]
-Html = Annotated[Path | None, typer.Option(help="write a picture of the batch to this file")]
-Decode = Annotated[str, typer.Option(help="module:name of a function that makes text of a sequence of numbers")]
 Save = Annotated[Path | None, typer.Option(help="write the batch to this file, with torch.save")]
 Verify = Annotated[
     float | None,
@@ -60,8 +59,6 @@ def replay(
     rank: Rank = None,
     world: World = None,
     key: Key = "",
-    html: Html = None,
-    decode: Decode = "",
     save: Save = None,
     verify: Verify = None,
     as_json: AsJson = False,
@@ -70,8 +67,8 @@ def replay(
     try:
         if (step is None) == (verify is None):
             raise SourceError("say which batch to build, by --step, or which share to compare, by --verify")
-        text = rates.named(decode) if decode else None
-        _check_files(html, save, decode)
+        if save is not None and not save.parent.is_dir():
+            raise SourceError(f"there is no folder {save.parent} for {save.name}; make it first")
         states, log = _read(source, key)
         chosen = _epoch(states, log) if epoch is None else epoch
         if log is not None and chosen in log.epochs:
@@ -85,24 +82,12 @@ def replay(
         found = _outcome(rebuilt, chosen, step, before)
         if save is not None:
             torch.save(rebuilt.batch, save)
-        if html is not None:
-            details = {name: value for name, value in found.items() if name not in ("indices", "parts")}
-            picture.write_html(html, rebuilt.batch, rebuilt.indices, f"Step {step:,} of epoch {chosen}", details, text)
     except (SourceError, RayloaderError, rates.RateError, LookupError) as error:
         fail(error)
     if as_json:
         print_json(found)
     else:
         _print(found)
-
-
-def _check_files(html: Path | None, save: Path | None, decode: str) -> None:
-    """Raises SourceError unless the files can be written once the batch is built."""
-    for path in (html, save):
-        if path is not None and not path.parent.is_dir():
-            raise SourceError(f"there is no folder {path.parent} for {path.name}; make it first")
-    if decode and html is None:
-        raise SourceError("--decode is for the picture that --html writes; pass --html too")
 
 
 def _check_sources(states: list[State], log: Log | None, epoch: int, rank: int | None) -> None:
@@ -194,7 +179,7 @@ def _outcome(rebuilt: Rebuilt, epoch: int, step: int, before: int) -> dict[str, 
         "compared with the log": rebuilt.is_compared,
         "built before it": before,
         "indices": None if indices is None else [*indices] if plain else repr(indices),
-        "parts": picture.parts_in(rebuilt.batch),
+        "parts": parts_in(rebuilt.batch),
     }
 
 
@@ -207,7 +192,7 @@ def _print(found: dict[str, Any]) -> None:
     table = Table("part", "kind", "min", "max", "mean", "std", "NaN", "inf")
     for part in found["parts"]:
         numbers = [part.get(name) for name in ("least", "most", "mean", "deviation")]
-        cells = ["" if one is None else picture.number(one) for one in numbers]
+        cells = ["" if one is None else f"{one:.4g}" for one in numbers]
         cells += ["" if (one := part.get(name)) is None else f"{one:,}" for name in ("nans", "infinite")]
         table.add_row(escape(part["part"]), escape(part["kind"]), *cells)
     out.print(table)

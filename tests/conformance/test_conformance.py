@@ -18,13 +18,12 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
+from rayloader.actors import actors, moving, session, takeover
+from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
-from rayloader.actors import session
 from rayloader.transport import lanes
-from rayloader.actors import actors, moving, takeover
 from rayloader.workers.connection import ForkCalls
-from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 
 MOVE_LIMIT = 20.0  # seconds until actors can take over, or it is known that they cannot; on expiry nothing moves
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts the workers

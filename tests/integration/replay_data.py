@@ -152,11 +152,6 @@ def of_nobody():
 LOADER = make(num_workers=0)
 
 
-def words(numbers):
-    """Decodes a sequence of numbers."""
-    return " ".join(f"<{number}>" for number in numbers)
-
-
 class OfFiles(Augmented):
     """Samples that are read from files."""
 

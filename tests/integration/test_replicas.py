@@ -23,10 +23,10 @@ import rayloader
 from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
-from rayloader.epoch import inherited as inherited_module
 from rayloader.actors.actor import Actor, RayAnswer
-from rayloader.actors.pool import get_pool
 from rayloader.actors.channels import ActorCalls
+from rayloader.actors.pool import get_pool
+from rayloader.epoch import inherited as inherited_module
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

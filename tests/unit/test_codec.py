@@ -28,8 +28,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayloader.transport import unpicklable
-from rayloader.transport import pickler, raw
+from rayloader.transport import pickler, raw, unpicklable
 from rayloader.transport.codec import decode, encode, import_modules
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.pickler import Special

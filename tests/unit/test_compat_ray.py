@@ -16,9 +16,8 @@ from ray.exceptions import RayActorError
 
 from documents import ROOT
 from lacking import Changed, ray_without
-from rayloader.actors import _compat_ray
+from rayloader.actors import _compat_ray, fork_server
 from rayloader.actors._compat_ray import COSTS, leave_out_deaths, said_of_end
-from rayloader.actors import fork_server
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
 DIED = "The actor died unexpectedly before finishing this task."

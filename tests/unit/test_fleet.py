@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rayloader import WorkerStartError
-from rayloader.resume.journal import Journal
 from rayloader.actors import actors as actors_module
 from rayloader.actors.actors import Actors, Inherited
+from rayloader.resume.journal import Journal
 from rayloader.workers.connection import NONE_YET, Channel, ProcessLost
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
 from rayloader.workers.process import NeverStarts

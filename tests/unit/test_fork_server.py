@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from rayloader.actors import fork_server
-from rayloader.actors.default_worker import VARIABLE, is_hash_seed_chosen
+from rayloader.actors.default_worker import MADE, REPORT, VARIABLE, is_hash_seed_chosen
 from rayloader.actors.fork_server import SCRIPT, ExitReports, ForkServer
-from rayloader.actors.default_worker import MADE, REPORT
 
 LIMIT = 120  # seconds for a process to end; on expiry the test fails
 

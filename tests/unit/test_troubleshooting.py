@@ -421,7 +421,6 @@ TESTS = {
             "say which batch to build",
             "the sources have no state of epoch",
             "there is no folder ... for ...; make it first",
-            "--decode is for the picture",
             "--verify must be a share",
             "say which epoch by",
             "... must be or return",
