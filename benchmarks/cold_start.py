@@ -4,11 +4,11 @@ Motive: a short program, such as a test or the first try of a script, mostly wai
 end cost; first_batch.py tells how long, this one of what.
 Method: each round gives each loader a new process, in an order that changes. The program imports the library, torch
 included; makes the dataset, which is not counted; reads two epochs of a few batches, with the clock over `iter()` and
-one `next()`; and ends. The end is from its last batch until the process is gone, as its parent sees it. "auto" is
-rayloader as it is by default. For actors the parts of the first `iter()` are told too, as seconds that a thread of the
+one `next()`; and ends. The end is from its last batch until the process is gone, as its parent sees it. For
+actors the parts of the first `iter()` are told too, as seconds that a thread of the
 program spends in each: they overlap, and do not add up. The ratio to torch's loader is the median over rounds.
 Cases: "small" has 64 samples; "arrays" 2 GB in one array, and "dicts" a million small dicts, of which 64 are read.
-Command: python benchmarks/cold_start.py [--rounds N] [--cases small,arrays,dicts] [--peers torch,auto,fork,ray]
+Command: python benchmarks/cold_start.py [--rounds N] [--cases small,arrays,dicts] [--peers torch,fork,ray]
 Results, where all cases and loaders are measured: benchmarks/results/cold_start.json.
 """
 
@@ -31,7 +31,7 @@ from harness import Figure, Options
 
 QUESTION = "cold start"
 RESULTS = harness.RESULTS / "cold_start.json"
-PEERS = {"torch": "torch's DataLoader", "auto": "rayloader", "fork": 'workers="fork"', "ray": 'workers="ray"'}
+PEERS = {"torch": "torch's DataLoader", "fork": 'workers="fork"', "ray": 'workers="ray"'}
 TITLES = {"small": "64 samples", "arrays": "2 GB of arrays", "dicts": "a million dicts"}
 METRICS = ("import", "first batch", "second epoch", "end")
 PARTS = ("import ray", "fork server", "ray.init", "actors")

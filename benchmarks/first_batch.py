@@ -23,8 +23,8 @@ from harness import Figure, Options
 from processes import Missing
 
 QUESTION = "first batch"
-PEERS = ["torch", "torch-spawn", "torchdata", "spdl", "grain", "rayloader"]
-QUICK_PEERS = ["torch", "torch-spawn", "rayloader"]
+PEERS = ["torch", "torch-spawn", "torchdata", "spdl", "grain", "rayloader", "rayloader-fork"]
+QUICK_PEERS = ["torch", "torch-spawn", "rayloader", "rayloader-fork"]
 ARGUMENTS: dict[str, dict[str, Any]] = {"tiny": {}, "medium": {"persistent_workers": True}}
 TITLES = {"tiny": "tiny, 0.2 MB", "medium": "medium, 39 MB, persistent workers"}
 EPOCHS = 6
@@ -35,8 +35,7 @@ TARGETS = {("rayloader", "second epoch"): {"target": 0.02, "at_most": True}}
 
 def first_batches(name: str, case: str, workers: int) -> list[float]:
     """Seconds to the first batch of each epoch in this process."""
-    extra = {"workers": "auto"} if name == "rayloader" else {}
-    loader = peers.make(name, CASES[case], BATCHES, workers, **ARGUMENTS[case], **extra)
+    loader = peers.make(name, CASES[case], BATCHES, workers, **ARGUMENTS[case])
     seconds = []
     for _ in range(EPOCHS):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A long run: memory, file descriptors and threads of the trainer and of its workers, over a million batches.
+"""A long run: memory, file descriptors and threads of the trainer and of its actors, over a million batches.
 
 Motive: what leaks a few bytes or a descriptor now and then shows only after days of training.
 Method: one loader over several epochs, in this process. At the end of each of twenty equal parts of the run: resident
@@ -83,7 +83,7 @@ def _num_threads(process: psutil.Process) -> int:
 def watch(batches: int, epochs: int, **options: Any) -> Iterator[Sample]:
     """Runs a loader for so many batches in all, and takes a sample at the end of each part."""
     dataset = Stored(batches // epochs * BATCH_SIZE, (64,), torch.uint8)
-    loader: Any = DataLoader(dataset, BATCH_SIZE, **options)
+    loader: Any = DataLoader(dataset, BATCH_SIZE, workers="ray", **options)
     stream = (batch for _ in range(epochs) for batch in loader)
     seen, length = 0, len(loader) * epochs
     for part in range(1, PARTS + 1):

@@ -34,7 +34,7 @@ from harness import Figure, Options
 from processes import Missing
 
 QUESTION = "memory"
-PEERS = ["torch", "rayloader"]
+PEERS = ["torch", "rayloader", "rayloader-fork"]
 WORKERS = (1, 2, 4, 8)
 ARRAY_BYTES, STRINGS = 1_000_000_000, 1_000_000
 TITLES = {
@@ -98,7 +98,7 @@ def _strings(name: str, share: float) -> list[str]:
 
 
 def _shared_list(name: str, share: float) -> Any:
-    if name != "rayloader":
+    if not name.startswith("rayloader"):
         raise peers.Unavailable("SharedList is rayloader's")
     import rayloader
 
@@ -152,7 +152,12 @@ def _worker_sizes(name: str, workers: int) -> tuple[float, float]:
     """RSS and USS, medians over the worker processes."""
     import psutil
 
-    below = harness.ray_workers() if name == "rayloader" else psutil.Process().children(recursive=True)
+    children = psutil.Process().children(recursive=True)
+    if name == "rayloader":
+        children = harness.ray_workers()
+    elif name == "rayloader-fork":  # without the zygote, whose children they are
+        children = [child for child in children if child.ppid() != psutil.Process().pid]
+    below = children
     if len(below) != workers:
         raise RuntimeError(f"{name} has {len(below)} worker processes instead of {workers}")
     sizes = [process.memory_full_info() for process in below]

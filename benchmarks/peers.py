@@ -32,13 +32,13 @@ NOTES = {
     "grain": "Grain's mp_prefetch: worker processes, one thread each; batches are NumPy arrays in shared memory",
     "ray-data": "Ray Data's iter_torch_batches over the same arrays, stored already: a batch is a slice, nothing is "
     "fetched by the sample or collated",
-    "rayloader": "rayloader.DataLoader, actors from the start",
-    "rayloader-fork": "rayloader.DataLoader, forks for good; by default, epochs of less than a second have forks",
+    "rayloader": "rayloader.DataLoader, workers are Ray actors",
+    "rayloader-fork": "rayloader.DataLoader, workers are forks",
     "floor": "as many processes at once as there are workers, each of which fetches and collates its share into four "
     "buffers in turn and delivers to nobody",
 }
 RAY_ALLOWED = {"rayloader", "ray-data"}
-REQUIRED = {"torch", "torch-spawn", "rayloader", "floor"}  # the others may be absent, or fail
+REQUIRED = {"torch", "torch-spawn", "rayloader", "rayloader-fork", "floor"}  # the others may be absent, or fail
 # Packages of the extra `bench` that some implementations need.
 PACKAGES = {"torchdata": "torchdata", "spdl": "spdl", "spdl-threads": "spdl", "grain": "grain"}
 
@@ -119,7 +119,6 @@ def _rayloader(job: Job, workers: str = "ray") -> Iterable[Any]:
     lacking = sorted(set(job.case.rayloader) - set(inspect.signature(RayDataLoader).parameters))
     if lacking:
         raise Unavailable(f"this rayloader has no {', '.join(lacking)}")
-    # Actors from the start, or none: by default the first epochs would be those of forks, while Ray starts beside them.
     return RayDataLoader(**{"workers": workers, **job.arguments, **job.case.rayloader})
 
 

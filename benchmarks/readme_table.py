@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "latest.json"
 COMMAND = "python benchmarks/readme_table.py --write"
-HEADER = ("what", "unit", "torch", "rayloader", "ratio", "of the floor")
+HEADER = ("what", "unit", "torch", "forks", "actors", "forks to torch", "actors to torch", "actors of the floor")
+OURS = ("rayloader-fork", "rayloader")
 
 Figure = dict[str, Any]
 
@@ -60,22 +61,24 @@ def _of_torch(figures: list[Figure], **names: Any) -> list[Figure]:
     return [f for f in figures if f["implementation"] == "torch" and names.items() <= f.items()]
 
 
-def _ours(figures: list[Figure], theirs: Figure, **names: Any) -> Figure:
+def _ours(figures: list[Figure], theirs: Figure, implementation: str, **names: Any) -> Figure:
     """The figure of rayloader beside one of torch's."""
     keys = ("question", "case", "metric", "workers")
-    wanted = {**{key: theirs[key] for key in keys if key in theirs}, "implementation": "rayloader", **names}
+    wanted = {**{key: theirs[key] for key in keys if key in theirs}, "implementation": implementation, **names}
     return next((f for f in figures if wanted.items() <= f.items()), {"missing": "not measured"})
 
 
 def _rate_row(figures: list[Figure], theirs: Figure) -> str:
-    ratios = [_ours(figures, theirs, metric=metric) for metric in ("ratio to torch", "of the floor")]
-    rates = [_number(figure) for figure in (theirs, _ours(figures, theirs))]
-    floor = "-" if "missing" in ratios[1] else f"{ratios[1]['median']:.0%}"
-    return _row([theirs["title"], "batches/s", *rates, _number(ratios[0]), floor])
+    rates = [theirs, *(_ours(figures, theirs, name) for name in OURS)]
+    ratios = [_ours(figures, theirs, name, metric="ratio to torch") for name in OURS]
+    of_floor = _ours(figures, theirs, OURS[-1], metric="of the floor")
+    floor = "-" if "missing" in of_floor else f"{of_floor['median']:.0%}"
+    return _row([theirs["title"], "batches/s", *map(_number, [*rates, *ratios]), floor])
 
 
 def _pair_row(figures: list[Figure], theirs: Figure, title: str, unit: str, factor: float = 1.0) -> str:
-    return _row([title, unit, *(_number(f, factor) for f in (theirs, _ours(figures, theirs))), "", ""])
+    shown = [theirs, *(_ours(figures, theirs, name) for name in OURS)]
+    return _row([title, unit, *(_number(figure, factor) for figure in shown), "", "", ""])
 
 
 def _number(figure: Figure, factor: float = 1.0) -> str:

@@ -33,7 +33,7 @@ from processes import Missing
 
 QUESTION = "throughput"
 PEERS = ["torch", "torchdata", "spdl", "spdl-threads", "grain", "ray-data", "rayloader", "rayloader-fork", "floor"]
-QUICK_PEERS = ["torch", "rayloader", "floor"]
+QUICK_PEERS = ["torch", "rayloader", "rayloader-fork", "floor"]
 NEEDS = ("rich", "psutil", "PIL", "sklearn")
 READERS = ("torch", "rayloader")  # measured with a consumer that reads, too, and by the CPU time they take
 # The others have epochs of a sixth of the length, or two in place of several.
@@ -191,7 +191,7 @@ def _size(name: str, case: Case, options: Options) -> dict[str, int]:
 
 
 def _ratios(case: str, rates: dict[str, Figure]) -> list[Figure]:
-    """Everybody's to torch; rayloader's to the floor."""
+    """Everybody's to torch; rayloader's to the floor, by both kinds of workers."""
     target = {"target": CASES[case].target} if CASES[case].target else {}
     floor_target = {"target": CASES[case].floor_target} if CASES[case].floor_target else {}
     found = [
@@ -199,8 +199,9 @@ def _ratios(case: str, rates: dict[str, Figure]) -> list[Figure]:
         for name, rate in rates.items()
         if "torch" in rates and name not in ("torch", "floor")
     ]
-    if {"rayloader", "floor"} <= set(rates):
-        found.append(harness.ratio(rates["rayloader"], rates["floor"], metric="of the floor", **floor_target))
+    for name, aims in (("rayloader", floor_target), ("rayloader-fork", {})):
+        if {name, "floor"} <= set(rates):
+            found.append(harness.ratio(rates[name], rates["floor"], metric="of the floor", **aims))
     return [ratio for ratio in found if ratio is not None]
 
 
