@@ -120,8 +120,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         timeout: seconds to wait for a batch at most, counted once its worker has started, and without the time in
             which memory is page-locked; 0 waits for ever.
         worker_init_fn: called in each worker with its id, after seeding and before loading.
-        multiprocessing_context: with "spawn" or "forkserver" (or if `multiprocessing.set_start_method` asks for one of
-            these) workers are not forks of this process, but Ray actors.
+        multiprocessing_context: with "spawn" or "forkserver" workers are not forks of this process, but Ray actors.
         generator: random generator of the sampler, and of the workers' base seed.
         prefetch_factor: batches per worker that are submitted and not yet taken, at least 1. This is a strict bound,
             and indices are drawn when torch draws them. By default the depth is automatic, and the attribute reads as

@@ -68,9 +68,9 @@ def ray_session(keepers):
     import torch
     from torch.utils.data import TensorDataset
 
-    import rayloader.actors.session
     import rayloader.actors.actors
     import rayloader.actors.pool
+    import rayloader.actors.session
     from rayloader import DataLoader, shutdown
 
     rayloader.actors.pool.GRACE_S = 0.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import select
 import threading
 
-from rayloader.transport import local_line, tcp_line
+from rayloader.actors import tcp_line
+from rayloader.actors.tcp_line import TcpDriverLine
+from rayloader.transport import local_line
 from rayloader.transport.line import Line, ListeningLine
 from rayloader.transport.local_line import DriverLine
-from rayloader.actors.tcp_line import TcpDriverLine
 
 HERE = "127.0.0.1"
 LIMIT_S = 30.0

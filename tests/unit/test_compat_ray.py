@@ -16,9 +16,8 @@ from ray.exceptions import RayActorError
 
 from documents import ROOT
 from lacking import Changed, ray_without
-from rayloader.actors import _compat_ray
+from rayloader.actors import _compat_ray, fork_server
 from rayloader.actors._compat_ray import COSTS, leave_out_deaths, said_of_end
-from rayloader.actors import fork_server
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
 DIED = "The actor died unexpectedly before finishing this task."
@@ -63,7 +62,7 @@ def test_that_a_process_of_ours_has_died_is_not_printed_and_everything_else_is()
 
 # --- a Ray that lacks a name
 
-SOURCE = (ROOT / "rayloader" / "_compat_ray.py").read_text()
+SOURCE = (ROOT / "rayloader" / "actors" / "_compat_ray.py").read_text()
 OF_TRAIN = _compat_ray._OF_TRAIN
 NODE = "0" * 56
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rayloader import WorkerStartError
-from rayloader.resume.journal import Journal
 from rayloader.actors import actors as actors_module
-from rayloader.actors.actors import Actors, Inherited
+from rayloader.actors.actors import Actors
+from rayloader.resume.journal import Journal
 from rayloader.workers.connection import NONE_YET, Channel, ProcessLost
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
 from rayloader.workers.process import NeverStarts
@@ -39,7 +39,7 @@ class Process:
         self._world = world
         self.lane = self
         self.address = None if node_id is None else Address(node_id)
-        self.awaited = self
+        self.tells_start = True
         self.answer: Any = NONE_YET
         self.placed = self.lost = self.vanished = False
         self.asked = 0  # how often Ray was asked for its place
@@ -108,7 +108,6 @@ class World:
         self.hurried: list[int] = []
         self.left: list[int] = []
         self.draining = self.placement = self
-        self.output = SimpleNamespace(address="where output goes")
         self.closed = False
         everything: Any = self
         self.actors = Actors(everything, None, SimpleNamespace(ray_remote_args={}, uses_lines=True))
@@ -126,10 +125,8 @@ class World:
             worker.away = False
         self.open: set[Any] = {*processes}
         self.verdicts: list[Verdict] = []  # to come; then it is to wait
-        self.given_back: list[Process] = []
         self.told: list[list[Process]] = []  # who is waited for
         self.without_lines: set[tuple[str, str]] = set()
-        self.any_may_be_lent = False
 
     def hosts(self) -> list[Any]:
         """Of each worker."""
@@ -157,7 +154,7 @@ class World:
         return True
 
     def lend(self, lease: object, remote_args: object, count: int, *, fresh: bool) -> list[Process]:
-        assert fresh or self.any_may_be_lent, "idle ones may be on the same node"
+        assert fresh, "idle ones may be on the same node"
         self.new += [Process(world=self) for _ in range(count)]
         return self.new[-count:]
 
@@ -172,9 +169,6 @@ class World:
 
     def kill(self, process: Process) -> None:
         self.killed.append(process)
-
-    def give_back(self, process: Process) -> None:
-        self.given_back.append(process)
 
     def verdict(self, pending: list[Process], remote_args: object, *, others: bool) -> Verdict:
         return self.verdicts.pop(0) if self.verdicts else Verdict.WAIT
@@ -207,9 +201,6 @@ class World:
 
     def remove(self, process: Process) -> None:
         self.open.discard(process)
-
-    def forget(self, ref: Process) -> None:
-        pass
 
 
 def test_without_a_notice_there_is_nothing_to_do() -> None:
@@ -438,42 +429,6 @@ def test_one_that_cannot_start_is_lost() -> None:
     assert world.fleet.check_started() == [], "nobody waits for it any more"
 
 
-# ---- other numbers of processes
-
-
-def test_resizing_deals_the_workers_and_gives_back_what_is_not_needed() -> None:
-    world = World("here", "here", "here", "here")
-    world.any_may_be_lent = True
-    first, second, third, fourth = world.hosts()
-    moved = world.fleet.resize(2)
-    assert [worker.worker_id for worker in moved] == [2, 3]
-    assert world.hosts() == [first, second, first, second]
-    assert world.given_back == [third, fourth]
-    assert world.left == [], "a process that is given back is told so by the pool"
-    assert world.open == {first, second}
-    for worker in moved:
-        worker.away = False
-    moved = world.fleet.resize(3)
-    (new,) = world.new
-    assert world.fleet.actors == [first, second, new]
-    assert world.hosts() == [first, second, new, first]
-    assert [worker.worker_id for worker in moved] == [2, 3]
-    assert sorted(world.left) == [2, 3]
-    assert world.fleet.resize(3) == []
-
-
-def test_resizing_gives_back_whom_it_has_still_waited_for() -> None:
-    world = World("here", "a")
-    world.any_may_be_lent = True
-    world.drained = {"a": 0}
-    world.spread()
-    (coming,) = world.new
-    world.fleet.resize(1)
-    assert coming in world.given_back
-    world.drained = {}
-    assert not world.fleet.may_spread
-
-
 # ---- to begin, and to begin again
 
 
@@ -493,8 +448,7 @@ def somewhere(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def with_image(world: World, name: str = "image") -> None:
     image: Any = SimpleNamespace(address=SimpleNamespace(name=name), contents=lambda: [b"content"])
-    process: Any = SimpleNamespace(without_secrets=lambda: "without secrets")
-    world.actors.inherited, world.actors._lines = Inherited(process, image, []), False
+    world.actors.replica, world.actors._lines = (image, []), False
     for worker in world.fleet.workers:
         worker.away = True
     world.open.clear()
@@ -530,12 +484,9 @@ def test_one_process_of_each_other_node_has_the_image_for_all_there(somewhere: l
         True,
         False,
     ]
-    for process, source, host in ((first, 1, first), (second, 2, first), (third, 4, first), (other, 3, other)):
+    for source, host in ((1, first), (2, first), (4, first), (3, other)):
         assert sources[source].contents == ["object 1"]
         assert sources[source].hosted == [host.hosted[1].ref]
-        assert process.started[0].process == "without secrets"
-    assert here.started[0].process != "without secrets"
-    assert {source.output for source in sources} == {"where output goes"}
 
 
 def test_an_image_that_a_node_has_is_not_sent_again(somewhere: list[object]) -> None:

@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.errors import ReplicaError, ReplicaMemoryError
 from rayloader.actors import image as replica
-from rayloader.transport import unpicklable
 from rayloader.actors.image import Image, image_from_contents, open_image
-from rayloader.transport import codec, memory_file
+from rayloader.errors import ReplicaError, ReplicaMemoryError
+from rayloader.transport import codec, memory_file, unpicklable
 from rayloader.transport.mapped import Mappings, is_written
 from rayloader.transport.memory_file import MemoryFileError, others_may_open
 

@@ -17,8 +17,8 @@ import ray
 import rayloader
 from handlers import interrupted
 from rayloader import RaySessionError, interrupts
-from rayloader.actors._compat_ray import own_start
 from rayloader.actors import fork_server, session
+from rayloader.actors._compat_ray import own_start
 
 HANG_LIMIT = 60  # seconds
 

@@ -17,9 +17,9 @@ import pytest
 
 from lines import HERE, LIMIT_S, exchange, messages, met, new_buffer, plain, serve, wait_for
 from rayloader.actors import tcp_line
+from rayloader.actors.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
 from rayloader.transport.lanes import Recycled
 from rayloader.transport.line import Line, LineError, Parcel, packed, unpacked
-from rayloader.actors.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
 
