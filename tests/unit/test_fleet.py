@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,10 @@ import pytest
 
 from rayloader import WorkerStartError
 from rayloader.actors import actors as actors_module
+from rayloader.actors import pool, session
 from rayloader.actors.actors import Actors
+from rayloader.epoch import hosts
+from rayloader.protocol import Replica
 from rayloader.resume.journal import Journal
 from rayloader.workers.connection import NONE_YET, Channel, ProcessLost
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
@@ -152,6 +157,9 @@ class World:
 
     def session_alive(self) -> bool:
         return True
+
+    def end(self, lease: object, *, busy: bool, reuse: bool) -> None:
+        self.killed += self.new
 
     def lend(self, lease: object, remote_args: object, count: int, *, fresh: bool) -> list[Process]:
         assert fresh, "idle ones may be on the same node"
@@ -522,3 +530,48 @@ def test_where_a_line_is_refused_its_workers_begin_again_and_it_is_told_once_for
     world.fleet.fall_back(other, "as planned")
     assert len(caplog.records) == 2
     assert world.without_lines == {("a", "machine"), ("b", "machine")}
+
+
+# ---- a dataset that cannot be sent
+
+
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives what `hosts` lends for such a dataset, or its error, and what is kept of the loader."""
+
+    def lend(*, needs_actors: bool, one_node: bool) -> tuple[Any, hosts.Kept]:
+        world, kept = World(), hosts.Kept()
+        monkeypatch.setattr(pool, "get_pool", lambda: world)
+        monkeypatch.setattr(session, "is_on_one_node", lambda: one_node)
+        options: Any = SimpleNamespace(
+            needs_actors=needs_actors, fresh_processes=True, ray_remote_args={}, uses_lines=True
+        )
+        loader = SimpleNamespace(label="its name")
+        try:
+            fleet: Any = hosts._actors(loader, Replica(threading.Lock(), list, None, {}), options, kept, 2, None)
+        except TypeError as error:
+            fleet = error
+        assert len(world.new) == len(world.killed) == 2, "they were to start meanwhile"
+        return fleet, kept
+
+    return lend
+
+
+def test_a_dataset_that_ray_cannot_send_is_for_forks(lent: Any, caplog: pytest.LogCaptureFixture) -> None:
+    hosts._tell_of_forks.cache_clear()
+    with caplog.at_level(logging.INFO, "rayloader"):
+        for _ in range(2):
+            fleet, kept = lent(needs_actors=False, one_node=True)
+            assert (fleet, kept.forks) == (None, True)
+    assert len(caplog.messages) == 1
+    assert "It cannot be sent to the workers: dataset: _thread.lock" in caplog.text
+
+
+@pytest.mark.parametrize(("needs_actors", "one_node"), [(True, True), (False, False)], ids=["asked for", "other nodes"])
+def test_a_dataset_that_ray_cannot_send_is_an_error_where_actors_must_build(
+    lent: Any, needs_actors: bool, one_node: bool
+) -> None:
+    error, kept = lent(needs_actors=needs_actors, one_node=one_node)
+    assert not kept.forks
+    assert [note.partition(":")[0] for note in error.__notes__][:1] == ["It cannot be sent to the workers"]
+    assert 'use workers="fork"' in error.__notes__[-1]
