@@ -193,7 +193,6 @@ def test_what_is_not_known_of_actors_nodes_and_the_cluster_is_no():
 def test_what_is_only_comfort_is_left_out():
     leave_out_deaths(without("_private.worker.print_to_stdstream"), lambda _: True)
     _compat_ray.set_process_title(without("_private.worker._changeproctitle"), "a title")
-    _compat_ray.authenticate(without("_private.authentication.authentication_token_setup.enable_token_auth_by_default"))
     assert _compat_ray.node_first(ray, NODE)._spill_on_unavailable
 
 
