@@ -17,9 +17,9 @@ from collections.abc import Iterator
 
 import harness
 from harness import Figure, Options
+from rayloader.actors.channels import ActorLine, RayCalls
 from rayloader.transport.local_line import connect
 from rayloader.workers.connection import NONE_YET, Mailbox
-from rayloader.actors.channels import ActorLine, RayCalls
 
 QUESTION = "waiting"
 COUNTS = (1, 4, 16, 64, 256, 1024)
