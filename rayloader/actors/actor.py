@@ -147,10 +147,6 @@ class Actor(Process):
     def tells_start(self) -> bool:
         return True
 
-    @override
-    def watch_start(self, mailbox: Mailbox) -> None:
-        watch(mailbox, self.hello.ref)
-
     @property
     def is_new(self) -> bool:
         """Whether it was created in advance and has never been lent; it may not run yet."""

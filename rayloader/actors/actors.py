@@ -18,7 +18,7 @@ import ray
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors.actor import Actor, Lease, Ref, all_see_us
+from rayloader.actors.actor import Actor, Lease, Ref, all_see_us, watch
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.actors.image import Image
 from rayloader.actors.pool import Pool
@@ -122,6 +122,10 @@ class Actors(Processes):
         return all_see_us()
 
     # ---- channels
+
+    @override
+    def watch_start(self, process: Actor, mailbox: Mailbox) -> None:
+        watch(mailbox, process.hello.ref)
 
     @override
     def channel(self, process: Actor, mailbox: Mailbox) -> Channel:

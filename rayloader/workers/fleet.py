@@ -102,7 +102,7 @@ class Fleet:
         """Waits for `timeout` seconds at most until something has come; False if nothing has."""
         self.check_session()
         for process in self.awaited:
-            process.watch_start(self.mailbox)
+            self.processes.watch_start(process, self.mailbox)
         return self.mailbox.wait(timeout)
 
     def receive(self, *, all_channels: bool = True, was_read: bool = False) -> list[tuple[Process, Message]]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from rayloader.protocol import WorkerAddress
 from rayloader.transport.lanes import ArenaLane
-
-if TYPE_CHECKING:
-    from rayloader.workers.connection import Mailbox
 
 
 class NeverStarts(Exception):
@@ -40,11 +37,8 @@ class Process:
 
     @property
     def tells_start(self) -> bool:
-        """Whether a wait can end because it has started; see `watch_start`."""
+        """Whether a wait can end because it has started; see `Processes.watch_start`."""
         return False
-
-    def watch_start(self, mailbox: Mailbox) -> None:
-        """Lets its start end a wait of this mailbox."""
 
     def has_started(self) -> bool:
         """Whether it runs by now; if so, notes where.

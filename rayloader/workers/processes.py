@@ -72,6 +72,9 @@ class Processes(ABC):
             reuse: whether others may have the processes.
         """
 
+    def watch_start(self, process: Any, mailbox: Mailbox) -> None:  # noqa: B027
+        """Lets the start of a process that `tells_start` end a wait of this mailbox."""
+
     @abstractmethod
     def channel(self, process: Any, mailbox: Mailbox) -> Channel:
         """A channel to a process."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import select
 import threading
 
+from rayloader.actors import tcp_line
 from rayloader.actors.tcp_line import TcpDriverLine
-from rayloader.transport import local_line, tcp_line
+from rayloader.transport import local_line
 from rayloader.transport.line import Line, ListeningLine
 from rayloader.transport.local_line import DriverLine
 

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import gc
-import importlib
 import io
 import mmap
 import multiprocessing
@@ -29,7 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayloader.transport import pickler, raw, unpicklable
-from rayloader.transport.codec import decode, encode, import_modules
+from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.pickler import Special
 from rayloader.transport.raw import copied
@@ -1304,18 +1303,3 @@ def test_any_structure(payload):
     storages = [[t.untyped_storage()._cdata for t in walk(p) if t.numel()] for p in (got, payload)]
     relations = [[[a == b for b in ids] for a in ids] for ids in storages]
     assert relations[0] == relations[1]
-
-
-def test_a_replicas_modules_can_be_imported_before_it_is_decoded(tmp_path, monkeypatch):
-    """Those that decoding finds classes and functions in by name, in its order."""
-    for name in ("second", "first", "never"):
-        (tmp_path / f"imported_{name}.py").write_text(f"class Of: pass\ndef {name}(): return Of")
-    monkeypatch.syspath_prepend(tmp_path)
-    first, second, never = (importlib.import_module(f"imported_{name}") for name in ("first", "second", "never"))
-    encoded = encode([second.second, first.Of(), lambda: never.Of], mapped=())
-    names = [name for name in sys.modules if name.startswith("imported_")]
-    for name in names:
-        monkeypatch.delitem(sys.modules, name)
-    import_modules(encoded.skeleton)
-    assert [name for name in sys.modules if name.startswith("imported_")] == ["imported_second", "imported_first"]
-    assert type(decode(encoded.skeleton, encoded.buffers)[1]) is sys.modules["imported_first"].Of

@@ -62,7 +62,7 @@ def test_that_a_process_of_ours_has_died_is_not_printed_and_everything_else_is()
 
 # --- a Ray that lacks a name
 
-SOURCE = (ROOT / "rayloader" / "_compat_ray.py").read_text()
+SOURCE = (ROOT / "rayloader" / "actors" / "_compat_ray.py").read_text()
 OF_TRAIN = _compat_ray._OF_TRAIN
 NODE = "0" * 56
 
@@ -193,7 +193,6 @@ def test_what_is_not_known_of_actors_nodes_and_the_cluster_is_no():
 def test_what_is_only_comfort_is_left_out():
     leave_out_deaths(without("_private.worker.print_to_stdstream"), lambda _: True)
     _compat_ray.set_process_title(without("_private.worker._changeproctitle"), "a title")
-    _compat_ray.authenticate(without("_private.authentication.authentication_token_setup.enable_token_auth_by_default"))
     assert _compat_ray.node_first(ray, NODE)._spill_on_unavailable
 
 
@@ -218,6 +217,7 @@ OF_THE_START = [
     "_private.services.start_raylet(session_dir)",
     "_private.services.start_raylet(node_id)",
     "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT",
+    "_private.ray_constants.ENABLE_RAY_CLUSTER",
     "_raylet.persist_port",
     "_private.utils.get_dashboard_dependency_error",
 ]
@@ -231,17 +231,19 @@ def replaced():
         "start_api_server": services.start_api_server,
         "start_ray_process": services.start_ray_process,
         "start_raylet": services.start_raylet,
+        "ENABLE_RAY_CLUSTER": ray._private.ray_constants.ENABLE_RAY_CLUSTER,
     }
 
 
 @pytest.mark.parametrize("name", ["", *OF_THE_START])
 def test_a_start_does_without_what_is_missing_and_puts_back_the_rest(name):
     before = replaced()
-    with _compat_ray.own_start(without(name) if name else ray, "a script", contextlib.nullcontext(), dashboard=False):
+    lacking = without(name) if name else ray
+    with _compat_ray.own_start(lacking, "a script", contextlib.nullcontext(), dashboard=False, local=True):
         during = replaced()
     assert replaced() == before
     kept = {part for part in before if during[part] is before[part]}
-    ports = {"_private.services.start_raylet", "_private.ray_constants", "_raylet"}
+    ports = {"_private.services.start_raylet", "_private.ray_constants.DEFAULT", "_raylet"}
     lost = "start_raylet" if any(map(name.startswith, ports)) else name.rpartition(".")[2]
     assert kept == {lost} & before.keys()
 

@@ -26,7 +26,7 @@ def options(**changed: object) -> Options:
         "workers": "auto",
         "fresh_processes": False,
         "ray_remote_args": {},
-        "may_fork": True,
+        "needs_actors": False,
     }
     return Options(**{**given, **changed})  # type: ignore[arg-type]
 

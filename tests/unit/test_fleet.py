@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,10 @@ import pytest
 
 from rayloader import WorkerStartError
 from rayloader.actors import actors as actors_module
-from rayloader.actors.actors import Actors, Inherited
+from rayloader.actors import pool, session
+from rayloader.actors.actors import Actors
+from rayloader.epoch import hosts
+from rayloader.protocol import Replica
 from rayloader.resume.journal import Journal
 from rayloader.workers.connection import NONE_YET, Channel, ProcessLost
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
@@ -39,7 +44,7 @@ class Process:
         self._world = world
         self.lane = self
         self.address = None if node_id is None else Address(node_id)
-        self.awaited = self
+        self.tells_start = True
         self.answer: Any = NONE_YET
         self.placed = self.lost = self.vanished = False
         self.asked = 0  # how often Ray was asked for its place
@@ -108,7 +113,6 @@ class World:
         self.hurried: list[int] = []
         self.left: list[int] = []
         self.draining = self.placement = self
-        self.output = SimpleNamespace(address="where output goes")
         self.closed = False
         everything: Any = self
         self.actors = Actors(everything, None, SimpleNamespace(ray_remote_args={}, uses_lines=True))
@@ -126,10 +130,8 @@ class World:
             worker.away = False
         self.open: set[Any] = {*processes}
         self.verdicts: list[Verdict] = []  # to come; then it is to wait
-        self.given_back: list[Process] = []
         self.told: list[list[Process]] = []  # who is waited for
         self.without_lines: set[tuple[str, str]] = set()
-        self.any_may_be_lent = False
 
     def hosts(self) -> list[Any]:
         """Of each worker."""
@@ -156,8 +158,11 @@ class World:
     def session_alive(self) -> bool:
         return True
 
+    def end(self, lease: object, *, busy: bool, reuse: bool) -> None:
+        self.killed += self.new
+
     def lend(self, lease: object, remote_args: object, count: int, *, fresh: bool) -> list[Process]:
-        assert fresh or self.any_may_be_lent, "idle ones may be on the same node"
+        assert fresh, "idle ones may be on the same node"
         self.new += [Process(world=self) for _ in range(count)]
         return self.new[-count:]
 
@@ -172,9 +177,6 @@ class World:
 
     def kill(self, process: Process) -> None:
         self.killed.append(process)
-
-    def give_back(self, process: Process) -> None:
-        self.given_back.append(process)
 
     def verdict(self, pending: list[Process], remote_args: object, *, others: bool) -> Verdict:
         return self.verdicts.pop(0) if self.verdicts else Verdict.WAIT
@@ -207,9 +209,6 @@ class World:
 
     def remove(self, process: Process) -> None:
         self.open.discard(process)
-
-    def forget(self, ref: Process) -> None:
-        pass
 
 
 def test_without_a_notice_there_is_nothing_to_do() -> None:
@@ -438,42 +437,6 @@ def test_one_that_cannot_start_is_lost() -> None:
     assert world.fleet.check_started() == [], "nobody waits for it any more"
 
 
-# ---- other numbers of processes
-
-
-def test_resizing_deals_the_workers_and_gives_back_what_is_not_needed() -> None:
-    world = World("here", "here", "here", "here")
-    world.any_may_be_lent = True
-    first, second, third, fourth = world.hosts()
-    moved = world.fleet.resize(2)
-    assert [worker.worker_id for worker in moved] == [2, 3]
-    assert world.hosts() == [first, second, first, second]
-    assert world.given_back == [third, fourth]
-    assert world.left == [], "a process that is given back is told so by the pool"
-    assert world.open == {first, second}
-    for worker in moved:
-        worker.away = False
-    moved = world.fleet.resize(3)
-    (new,) = world.new
-    assert world.fleet.actors == [first, second, new]
-    assert world.hosts() == [first, second, new, first]
-    assert [worker.worker_id for worker in moved] == [2, 3]
-    assert sorted(world.left) == [2, 3]
-    assert world.fleet.resize(3) == []
-
-
-def test_resizing_gives_back_whom_it_has_still_waited_for() -> None:
-    world = World("here", "a")
-    world.any_may_be_lent = True
-    world.drained = {"a": 0}
-    world.spread()
-    (coming,) = world.new
-    world.fleet.resize(1)
-    assert coming in world.given_back
-    world.drained = {}
-    assert not world.fleet.may_spread
-
-
 # ---- to begin, and to begin again
 
 
@@ -493,8 +456,7 @@ def somewhere(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def with_image(world: World, name: str = "image") -> None:
     image: Any = SimpleNamespace(address=SimpleNamespace(name=name), contents=lambda: [b"content"])
-    process: Any = SimpleNamespace(without_secrets=lambda: "without secrets")
-    world.actors.inherited, world.actors._lines = Inherited(process, image, []), False
+    world.actors.replica, world.actors._lines = (image, []), False
     for worker in world.fleet.workers:
         worker.away = True
     world.open.clear()
@@ -530,12 +492,9 @@ def test_one_process_of_each_other_node_has_the_image_for_all_there(somewhere: l
         True,
         False,
     ]
-    for process, source, host in ((first, 1, first), (second, 2, first), (third, 4, first), (other, 3, other)):
+    for source, host in ((1, first), (2, first), (4, first), (3, other)):
         assert sources[source].contents == ["object 1"]
         assert sources[source].hosted == [host.hosted[1].ref]
-        assert process.started[0].process == "without secrets"
-    assert here.started[0].process != "without secrets"
-    assert {source.output for source in sources} == {"where output goes"}
 
 
 def test_an_image_that_a_node_has_is_not_sent_again(somewhere: list[object]) -> None:
@@ -571,3 +530,48 @@ def test_where_a_line_is_refused_its_workers_begin_again_and_it_is_told_once_for
     world.fleet.fall_back(other, "as planned")
     assert len(caplog.records) == 2
     assert world.without_lines == {("a", "machine"), ("b", "machine")}
+
+
+# ---- a dataset that cannot be sent
+
+
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives what `hosts` lends for such a dataset, or its error, and what is kept of the loader."""
+
+    def lend(*, needs_actors: bool, one_node: bool) -> tuple[Any, hosts.Kept]:
+        world, kept = World(), hosts.Kept()
+        monkeypatch.setattr(pool, "get_pool", lambda: world)
+        monkeypatch.setattr(session, "is_on_one_node", lambda: one_node)
+        options: Any = SimpleNamespace(
+            needs_actors=needs_actors, fresh_processes=True, ray_remote_args={}, uses_lines=True
+        )
+        loader = SimpleNamespace(label="its name")
+        try:
+            fleet: Any = hosts._actors(loader, Replica(threading.Lock(), list, None, {}), options, kept, 2, None)
+        except TypeError as error:
+            fleet = error
+        assert len(world.new) == len(world.killed) == 2, "they were to start meanwhile"
+        return fleet, kept
+
+    return lend
+
+
+def test_a_dataset_that_ray_cannot_send_is_for_forks(lent: Any, caplog: pytest.LogCaptureFixture) -> None:
+    hosts._tell_of_forks.cache_clear()
+    with caplog.at_level(logging.INFO, "rayloader"):
+        for _ in range(2):
+            fleet, kept = lent(needs_actors=False, one_node=True)
+            assert (fleet, kept.forks) == (None, True)
+    assert len(caplog.messages) == 1
+    assert "It cannot be sent to the workers: dataset: _thread.lock" in caplog.text
+
+
+@pytest.mark.parametrize(("needs_actors", "one_node"), [(True, True), (False, False)], ids=["asked for", "other nodes"])
+def test_a_dataset_that_ray_cannot_send_is_an_error_where_actors_must_build(
+    lent: Any, needs_actors: bool, one_node: bool
+) -> None:
+    error, kept = lent(needs_actors=needs_actors, one_node=one_node)
+    assert not kept.forks
+    assert [note.partition(":")[0] for note in error.__notes__][:1] == ["It cannot be sent to the workers"]
+    assert 'use workers="fork"' in error.__notes__[-1]

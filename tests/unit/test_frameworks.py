@@ -490,13 +490,6 @@ def test_one_warning_tells_of_the_first_loader_that_is_made_anew(make, dataset, 
         list(anew)
 
 
-def test_it_tells_of_a_loader_that_was_resized():
-    loader = rayloader.DataLoader(DATASET, num_workers=2)
-    loader.resize(1)
-    with pytest.warns(UserWarning, match="was rebuilt as"):
-        imported("framework").make_anew(loader)
-
-
 def test_no_warning_without_cause():
     loader = rayloader.DataLoader(DATASET, 2, num_workers=2)
     with warnings.catch_warnings():

@@ -362,7 +362,7 @@ def test_one_in_a_module_that_another_worker_of_this_process_has_imported(monkey
 
 
 def test_one_in_a_module_counts_once_it_was_drawn_from(monkeypatch):
-    """Another process has it as the driver has it, or as another loader has left it."""
+    """Another process has it as its import has made it, or as another loader has left it."""
     module = module_of("program", "used_by_two_loaders", monkeypatch)
     module.left = Holder(make("numpy"))
     mine = Generators({"dataset": None}, [])

@@ -9,9 +9,10 @@ import torch
 
 import rayloader.sharing.link
 from rayloader import ConsumerDroppedError, ShareError
+from rayloader.actors import tcp_line
 from rayloader.sharing.link import MOST_AHEAD, Inbox
 from rayloader.sharing.messages import Kind, for_line
-from rayloader.transport import codec, tcp_line
+from rayloader.transport import codec
 from rayloader.transport.lanes import SMALL_BYTES, Wire, from_wire, to_wire
 from rayloader.transport.line import LineError, packed
 

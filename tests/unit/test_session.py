@@ -1,7 +1,6 @@
 """A Ray that cannot be joined or started: what happened, and what to do."""
 
 import contextlib
-import importlib
 import itertools
 import logging
 import os
@@ -17,8 +16,9 @@ import ray
 import rayloader
 from handlers import interrupted
 from rayloader import RaySessionError, interrupts
-from rayloader.actors import fork_server, session
+from rayloader.actors import fork_server, pool, session
 from rayloader.actors._compat_ray import own_start
+from rayloader.workers import ray_use
 
 HANG_LIMIT = 60  # seconds
 
@@ -175,8 +175,19 @@ def test_an_option_that_ray_does_not_know_is_an_error_at_once():
     session.check_names({"_system_config": {}, "object_spilling_directory": "here", "namespace": "mine"})
 
 
+def test_a_ray_that_init_was_asked_for_is_used_until_the_shutdown(no_ray, monkeypatch):
+    monkeypatch.setattr(pool, "_failure", None)
+    monkeypatch.setattr(session, "ensure", lambda *_, **__: 1 / 0)
+    assert ray_use.is_own is session.started_here
+    rayloader.shutdown()
+    assert not ray_use.is_used()
+    rayloader.init()
+    assert ray_use.is_used()
+    rayloader.shutdown()
+    assert not ray_use.is_used()
+
+
 def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(no_ray, monkeypatch):
-    importlib.import_module("rayloader.actors.pool")  # where forks are noticed
     starts, forked = threading.Event(), threading.Event()
 
     def begin(**_):

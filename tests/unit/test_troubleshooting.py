@@ -7,6 +7,7 @@ import ast
 import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import IterableDataset
 import rayloader
 from documents import ROOT
 from rayloader import DataLoader, SharedList
+from rayloader.options import check_forks
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^(?:### |- )`([^`]+)`", PAGE, re.MULTILINE)
@@ -44,8 +46,6 @@ NOT_ON_THE_PAGE = {
     "...: if the order of the samples depends on it": "goes on after `the state was saved with`",
     "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
-    "the dataset holds memory that it shares": "goes on after `rayloader: the workers stay forks`",
-    "the program has ended": "an error that ends a thread at the end of the program",
     "... on node ... is another file": "goes on after `The dataset refers to`",
     "... does not reach node": "goes on after `The dataset refers to`",
     "... node ... does not have": "goes on after `The dataset refers to`",
@@ -144,11 +144,17 @@ def unforked() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fork", refused)
-        Zygote(refused, refused)  # type: ignore[arg-type]
+        Zygote(refused)  # type: ignore[arg-type]
 
 
 def refused() -> None:
     raise OSError("no more processes")
+
+
+def elsewhere() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        check_forks("auto")
 
 
 def with_references() -> None:
@@ -187,7 +193,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "prefetch_factor must be greater than 0": lambda: looped(prefetch_factor=0),
     "... must be a whole number >= ..., got ...; pass": lambda: looped(prefetch_factor="2"),
     "prefetch_factor must be a whole number where": lambda: looped(prefetch_factor=None),
-    "num_workers must be": lambda: DataLoader(range(4), num_workers=1).resize(0),
+    "num_workers must be": lambda: looped(num_workers=-1),
     "timeout must be": lambda: looped(timeout=-1),
     'on_timeout="restart"': lambda: DataLoader(range(4), on_timeout="restart"),
     'scheduling="dynamic" needs seeding="batch"': lambda: DataLoader(range(4), scheduling="dynamic"),
@@ -211,13 +217,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "this process could not be forked": unforked,
     "the sampler yields references": with_references,
     "a forked worker could not": unconnected,
+    "workers can be forks only": elsewhere,
     "SharedList index": lambda: SharedList("ab")[2],
     "cached() needs": lambda: rayloader.cached(object()),
     "max_bytes must": lambda: rayloader.cached([1], "much"),
     "fingerprint= is of": lambda: rayloader.cached([1], fingerprint="1"),
     "a cached dataset is asked": lambda: rayloader.cached([1])["a"],
     "index ... is out of range": lambda: rayloader.cached([1])[1],
-    "resize() needs workers": lambda: DataLoader(range(4)).resize(1),
     "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
     "the state must have all": lacking,
     "... was given without": lambda: DataLoader(range(4), rank=0),
@@ -299,9 +305,6 @@ TESTS = {
         ],
         "test_a_stream_that_cannot_be_read_again_is_an_error": ["the iterable dataset was"],
     },
-    "integration/test_output.py": {
-        "test_a_breakpoint_says_what_to_do": ["rayloader: breakpoint()"],
-    },
     "integration/test_ranks.py": {
         "test_that_all_ranks_read_the_same_is_told_in_the_log": ["rayloader: the loader has num_replicas"],
     },
@@ -322,9 +325,6 @@ TESTS = {
             "Ray was shut down",
             "this iterator's workers",
         ],
-    },
-    "integration/test_workers.py": {
-        "test_a_process_in_which_something_was_left_behind_serves_no_other_epoch": ["rayloader: worker processes end"],
     },
     "multinode/test_cluster_batches.py": {
         "test_who_keeps_all_batches_is_told_once_and_gets_the_rest": ["rayloader: the program keeps"],
@@ -442,15 +442,17 @@ TESTS = {
         "test_a_process_that_dies_is_an_error": ["the process that was to build step"],
         "test_a_worker_builds_no_batch_again": ["batch_at() can't be called in a worker"],
     },
-    "unit/test_made_anew.py": {
-        "test_a_thread_is_an_error": ["cannot pickle ... object", "a thread of"],
-        "test_a_stream_over_a_descriptor_is_an_error": ["a descriptor of"],
+    "unit/test_unpicklable.py": {
+        "test_a_stream_over_a_descriptor_is_an_error": ["cannot pickle ... object", "a descriptor of"],
     },
     "unit/test_metrics.py": {
         "test_where_ray_refuses_that_is_said_once_and_no_more_is_told": ["rayloader: Ray has refused"],
     },
-    "unit/test_module_globals.py": {
-        "test_what_cannot_travel_is_said_by_name_once": ["rayloader: ... of the module"],
+    "unit/test_ray_use.py": {
+        "test_a_start_method_of_the_program_gives_forks_and_one_warning": ["multiprocessing.set_start_method("],
+    },
+    "unit/test_fleet.py": {
+        "test_a_dataset_that_ray_cannot_send_is_for_forks": ["rayloader: the workers are forks"],
     },
     "integration/test_to_device.py": {
         "test_a_device_that_is_not_there_is_an_error_that_says_so": [
@@ -632,8 +634,6 @@ UNPROVOKED = [
     "rayloader: a worker process",
     "the producer of the share ... has failed",
     "can't map",
-    "rayloader: the workers stay forks",
-    "rayloader: the process that kept Ray",
     "rayloader: the process that forks workers",
 ]
 
