@@ -78,7 +78,7 @@ class SkipLimitError(RayloaderError):
 
 
 class CacheError(RayloaderError):
-    """A cache can't be used: its samples differ each time, it has no room or place, or others may have written to it."""
+    """A cache can't be used: its samples differ each time, it has no room or place, or others may have written it."""
 
 
 class ShareError(RayloaderError):

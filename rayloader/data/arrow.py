@@ -2,8 +2,8 @@
 
 Promise: Arrow files are mapped, never read whole, and all workers share that memory. A batch is gathered column by
 column. A file in a cache folder is whole, whatever became of the process that wrote it: it gets its name when all of it
-is on the disk. Only who may read its source may read it, and it is used only if nobody but this user can have written
-it.
+is on the disk. It has the mode of its source, but nobody else may write to it, and is used only if nobody else can have
+written it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class ArrowDataset(_DatasetOfRows):
             self._parts = [pa.Table.from_batches([_with(kept, batch) for batch in table.to_batches()], kept)]
         keys = [dataset.get_partition_keys(partitioning.parse(name)) for name in names]
         self._of_folders = {
-            field.name: pa.array([found.get(field.name) for found in keys], field.type) for field in partitioning.schema
+            field.name: pa.array([found.get(field.name) for found in keys], field.type)
+            for field in partitioning.schema
+            if field.name in self.schema.names
         }
         self._open()
 
