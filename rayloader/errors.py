@@ -79,7 +79,7 @@ class SkipLimitError(RayloaderError):
 
 
 class CacheError(RayloaderError):
-    """A sample can't be kept in a cache because it is another one each time, or a cache has no room or no place."""
+    """A cache can't be used: its samples differ each time, it has no room or place, or others may have written it."""
 
 
 class ShareError(RayloaderError):

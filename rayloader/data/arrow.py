@@ -2,7 +2,8 @@
 
 Promise: Arrow files are mapped, never read whole, and all workers share that memory. A batch is gathered column by
 column. A file in a cache folder is whole, whatever became of the process that wrote it: it gets its name when all of it
-is on the disk.
+is on the disk. It has the mode of its source, but nobody else may write to it, and is used only if nobody else can have
+written it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import hashlib
 import operator
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import dataset, fs, parquet
 from torch.utils.data import Dataset
 
-from rayloader.data.columns import Converter, Form, cast, without_views
-from rayloader.data.paths import check_alike, data_files, paths_of
+from rayloader.data.columns import Converter, Form, has_dictionaries, with_wide_indices, without_views
+from rayloader.data.paths import check_alike, data_files, partitioning_of, paths_of, with_columns
 from rayloader.data.rows import Row
+from rayloader.data.trusted import open_own
 from rayloader.errors import ReplicaError, add_note
 
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
+_OPENED = ("_batches", "_part_of", "_bounds")  # what each process has of its own
 # Bytes of a batch in a cache file: from few batches rows are taken quickly, and each must fit into memory, twice.
 _CACHED_BYTES = 256 * 2**20
 
@@ -49,19 +53,21 @@ class ArrowDataset(_DatasetOfRows):
     Args:
         source: a `pyarrow.Table`, or any object with `__arrow_c_stream__`; or a path, several, or a folder. Files are
             of Arrow's formats (IPC files and streams), which are mapped, or Parquet, which is converted to that. Of a
-            folder these are all `.arrow`, `.feather`, `.ipc` and `.parquet` files in the order of their names.
+            folder these are all `.arrow`, `.feather`, `.ipc` and `.parquet` files in the order of their names, those
+            of folders such as `day=3` in it too; `day` is a column then.
         columns: their names; None: all.
         as_: "tensors"; "numpy": arrays, which the default `collate_fn` makes tensors of; "arrow": Arrow's own arrays.
         decode: functions by names of columns with binary data or text, called with each value.
         fill_null: what stands for a null, by names of columns. There is none among tensors and arrays: one that is met
             is a ValueError.
         cache: a folder for what is converted, that is Parquet and Arrow files that are compressed or hold views of
-            text, as Polars writes them; it can be shared by many processes. None: in memory.
+            text, as Polars writes them; it can be shared by many processes of one user. None: in memory.
 
     Raises:
         TypeError: an argument, or a column, is of a wrong type.
         ValueError: an argument has a wrong value, or the files differ in their columns.
         FileNotFoundError: there is no such file, or none in the folder.
+        CacheError: others than this user may have written a file that is in the cache.
     """
 
     def __init__(
@@ -78,33 +84,49 @@ class ArrowDataset(_DatasetOfRows):
             if cache is not None:
                 raise ValueError(f"cache is a folder for Parquet files, and a table needs none, got {cache!r}")
             table = pa.table(source)
-            schema, files = without_views(table.schema), []
+            files, names, first = [], [], without_views(table.schema)
         else:
-            files = _files(source)
+            files, names = map(list, zip(*_files(source), strict=True))
             if cache is not None and os.path.abspath(cache) in map(os.path.dirname, files):
                 raise ValueError(
                     f"cache must be another folder than those of the files, which would be read twice, got {cache!r}"
                 )
-            schema = _schema(files[0])
-        self._converter = Converter(schema, columns, as_, decode, fill_null)
-        wanted = self._converter.schema
-        for file in files:
-            check_alike(wanted, files[0], _schema(file), file)
+            first = _schema(files[0])
+        schema = with_wide_indices(first)
+        partitioning = partitioning_of(names, schema)
+        self._converter = Converter(with_columns(schema, partitioning.schema), columns, as_, decode, fill_null)
+        of_files = [field for field in self.schema if field.name not in partitioning.schema.names]
+        self._wanted = wanted = pa.schema(of_files or list(schema)[:1])  # batches without columns have no rows either
+        self._has_dictionaries = has_dictionaries(wanted)
+        schemas = [_schema(file) for file in files]
+        for file, found in zip(files, schemas, strict=True):
+            check_alike(wanted, files[0], with_wide_indices(found), file)
         if files:
-            self._parts = [_part(file, wanted, cache) for file in files]
+            pairs = zip(files, schemas, strict=True)
+            self._parts = [_part(file, _as_in(found, wanted), wanted, cache) for file, found in pairs]
         else:
-            self._parts = [pa.Table.from_batches([_with(wanted, batch) for batch in table.to_batches()], wanted)]
+            kept = _as_in(first, wanted)
+            self._parts = [pa.Table.from_batches([_with(kept, batch) for batch in table.to_batches()], kept)]
+        keys = [dataset.get_partition_keys(partitioning.parse(name)) for name in names]
+        self._of_folders = {
+            field.name: pa.array([found.get(field.name) for found in keys], field.type)
+            for field in partitioning.schema
+            if field.name in self.schema.names
+        }
         self._open()
 
     def _open(self) -> None:
         self._batches: list[pa.RecordBatch] = []
-        for part in self._parts:
+        part_of: list[int] = []
+        for number, part in enumerate(self._parts):
             batches = part.batches() if isinstance(part, _MappedFile) else part.to_batches()
             self._batches += [batch for batch in batches if batch.num_rows]
+            part_of += [number] * (len(self._batches) - len(part_of))
+        self._part_of = np.array(part_of, np.int64)  # of each batch
         self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_batches", "_bounds")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OPENED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -124,7 +146,7 @@ class ArrowDataset(_DatasetOfRows):
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows of these indices, for a loader."""
         places = self._places(indices)
-        return self._converter.convert(self._taken(places), lambda row: f"row {places[row]}").rows()
+        return self._converter.convert(self._rows(places), lambda row: f"row {places[row]}").rows()
 
     def _places(self, indices: Sequence[int]) -> np.ndarray[Any, Any]:
         places = np.asarray(indices, None if len(indices) else np.int64)
@@ -137,19 +159,34 @@ class ArrowDataset(_DatasetOfRows):
         places = places.astype(np.int64)
         return np.where(places < 0, places + length, places)
 
-    def _taken(self, places: np.ndarray[Any, Any]) -> pa.RecordBatch | pa.Table:
-        """These rows, in memory of their own.
-
-        From one batch by `take`. From several row by row: `take` on several chunks of a column of lists or text would
-        first copy all of the column.
-        """
-        numbers = np.searchsorted(self._bounds, places, "right") - 1
-        rows = places - self._bounds[numbers]
+    def _rows(self, places: np.ndarray[Any, Any]) -> pa.RecordBatch | pa.Table:
+        """These rows, with the columns that the names of folders give."""
         if not len(places):
             return self.schema.empty_table()
+        numbers = np.searchsorted(self._bounds, places, "right") - 1
+        taken = self._taken(places, numbers)
+        if not self._of_folders:
+            return taken
+        parts = pa.array(self._part_of[numbers])
+        columns = {name: values.take(parts) for name, values in self._of_folders.items()}
+        return pa.table([columns[name] if name in columns else taken[name] for name in self.schema.names], self.schema)
+
+    def _taken(self, places: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> pa.RecordBatch | pa.Table:
+        """These rows of the batches of these numbers, in memory of their own.
+
+        From one batch by `take`. From several row by row: `take` on several chunks of a column of lists or text would
+        first copy all of the column. But with dictionaries batch by batch: to join two takes a look at each value.
+        """
         if (numbers == numbers[0]).all():
-            return self._converter.take(self._batches[numbers[0]], rows)
-        pairs = zip(numbers.tolist(), rows.tolist(), strict=True)
+            number = numbers[0]
+            taken = self._converter.take(self._batches[number], places - self._bounds[number])
+            return _with(self._wanted, taken) if self._has_dictionaries else taken
+        if self._has_dictionaries:
+            order = np.argsort(numbers, kind="stable")
+            ordered = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+            parts = [self._taken(places[some], numbers[some]) for some in ordered]
+            return self._converter.take(pa.Table.from_batches(parts).combine_chunks(), np.argsort(order))
+        pairs = zip(numbers.tolist(), (places - self._bounds[numbers]).tolist(), strict=True)
         return pa.Table.from_batches([self._batches[number].slice(row, 1) for number, row in pairs]).combine_chunks()
 
 
@@ -159,11 +196,12 @@ class _MappedFile:
 
     path: str
     nbytes: int
-    schema: pa.Schema  # of the columns that are wanted
+    schema: pa.Schema  # of the columns that are wanted, with the indices of dictionaries as they are in the file
+    is_copy: bool = False  # a file of a cache
 
     def batches(self) -> list[pa.RecordBatch]:
         try:
-            source = pa.memory_map(self.path)
+            source = _mapped_copy(self.path) if self.is_copy else pa.memory_map(self.path)
         except OSError as error:
             raise ReplicaError(
                 f"this process cannot open {self.path}, a file of an ArrowDataset: {error}; each node needs the files "
@@ -177,9 +215,9 @@ class _MappedFile:
         return [_with(self.schema, batch) for batch in _batches_of(source, self.path)]
 
 
-def _files(source: Any) -> list[str]:
-    """The paths of files, from those that the user gave."""
-    files: list[str] = []
+def _files(source: Any) -> list[tuple[str, str]]:
+    """The paths of files, from those that the user gave, each with its name in the folder that was given."""
+    files: list[tuple[str, str]] = []
     for path in paths_of(source, "an ArrowDataset, if not of a table,"):
         if "://" in path:
             raise ValueError(
@@ -189,15 +227,23 @@ def _files(source: Any) -> list[str]:
         absolute = os.path.abspath(path)
         if os.path.isdir(absolute):
             inside = [os.path.join(absolute, name) for name in os.listdir(absolute)]
-            files += data_files(absolute, inside, _SUFFIXES)
+            parts = {path for path in inside if "=" in os.path.basename(path) and os.path.isdir(path)}
+            walks = (os.walk(part, followlinks=True) for part in parts)
+            below = [os.path.join(at, name) for walk in walks for at, _, names in walk for name in names]
+            files += data_files(absolute, [*(path for path in inside if path not in parts), *below], _SUFFIXES)
         else:
-            files.append(absolute)
+            files.append((absolute, os.path.basename(absolute)))
     return files
 
 
 def _kind(path: str) -> bytes:
     with open(path, "rb") as file:
-        head = file.read(8)
+        return _kind_of(file, path)
+
+
+def _kind_of(file: Any, path: str) -> bytes:
+    head = file.read(8)
+    file.seek(0)
     for kind in (_PARQUET, _ARROW_FILE, _ARROW_STREAM):
         if head.startswith(kind):
             return kind
@@ -219,7 +265,7 @@ def _reader(source: Any, kind: bytes) -> Any:
 
 def _batches_of(source: Any, path: str) -> Iterator[pa.RecordBatch]:
     """The batches of an Arrow file, one after the other."""
-    kind = _kind(path)
+    kind = _kind_of(source, path)
     with _naming(path):
         reader = _reader(source, kind)
         if kind == _ARROW_STREAM:
@@ -230,8 +276,14 @@ def _batches_of(source: Any, path: str) -> Iterator[pa.RecordBatch]:
 
 def _with(schema: pa.Schema, batch: pa.RecordBatch) -> pa.RecordBatch:
     """The columns of this schema. What a file says beyond their types, as that nothing in it is null, is dropped."""
-    columns = [cast(batch.column(field.name), field.type) for field in schema]
+    pairs = [(batch.column(field.name), field.type) for field in schema]
+    columns = [column if column.type == kind else column.cast(kind) for column, kind in pairs]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _as_in(stored: pa.Schema, wanted: pa.Schema) -> pa.Schema:
+    """The columns that are wanted, with the types that they have in a file."""
+    return pa.schema([field.with_type(stored.field(field.name).type) for field in wanted])
 
 
 @contextlib.contextmanager
@@ -243,20 +295,22 @@ def _naming(path: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read, it is damaged or not whole: {error}") from error
 
 
-def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:
-    """What a file holds: mapped, or as a table in memory."""
+def _part(path: str, stored: pa.Schema, wanted: pa.Schema, cache: _Path | None) -> Any:
+    """What a file holds: mapped, as it is stored, or as a table in memory."""
     if _kind(path) != _PARQUET:
         with pa.memory_map(path) as source:
-            mapped = _MappedFile(path, source.size(), wanted)
+            mapped = _MappedFile(path, source.size(), stored)
             region = source.read_buffer()
             source.seek(0)
             first = next((batch for batch in _batches_of(source, path) if batch.num_rows), None)
-            if first is None or all(_lies_in(region, column) for column in _with(wanted, first.slice(0, 1)).columns):
+            if first is None or all(_lies_in(region, column) for column in _with(stored, first.slice(0, 1)).columns):
                 return mapped
     if cache is None:
         table = pa.Table.from_batches(_to_convert(path, wanted), wanted)
         return table.combine_chunks()
-    return _MappedFile(target := _converted(path, wanted, cache), os.stat(target).st_size, wanted)
+    target = _converted(path, wanted, cache)
+    with _mapped_copy(target) as source, _naming(target):
+        return _MappedFile(target, source.size(), _as_in(pa.ipc.open_stream(source).schema, wanted), is_copy=True)
 
 
 def _lies_in(region: pa.Buffer, column: pa.Array) -> bool:
@@ -269,9 +323,10 @@ def _to_convert(path: str, wanted: pa.Schema) -> Iterator[pa.RecordBatch]:
     """The columns of a file that cannot be mapped."""
     with _naming(path):
         if _kind(path) == _PARQUET:
-            with parquet.ParquetFile(path, pre_buffer=True) as file:
-                batches = file.iter_batches(columns=wanted.names)
-                yield from (_with(wanted, batch) for batch in batches)
+            # `ParquetFile` cannot read dictionaries in lists and structs from several row groups.
+            file = dataset.ParquetFileFormat().make_fragment(path, fs.LocalFileSystem())
+            batches = file.to_batches(wanted, columns=wanted.names)
+            yield from (_with(wanted, batch) for batch in batches)
         else:
             with pa.memory_map(path) as source:
                 yield from (_with(wanted, batch) for batch in _batches_of(source, path))
@@ -296,7 +351,8 @@ def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
     content = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, wanted.names, pa.__version__))
     name = f"{Path(path).stem[:40]}-{hashlib.sha256(content.encode()).hexdigest()[:24]}.arrow"
     target = os.path.join(os.path.abspath(cache), name)
-    if os.path.exists(target):
+    with contextlib.suppress(FileNotFoundError):
+        os.close(open_own(target))
         return target
     os.makedirs(cache, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(suffix=".tmp", prefix=f".{name}-", dir=cache)
@@ -308,10 +364,25 @@ def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
                     writer.write_table(table.combine_chunks())
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+            os.fchmod(file.fileno(), status.st_mode & ~_umask() & 0o644 | stat.S_IRUSR)  # only this user may write
         os.replace(temporary, target)
     except BaseException as error:  # also an interrupt: nothing half-written is left
         os.unlink(temporary)
         add_note(error, f"this was raised while {path} was converted into the cache folder {cache}")
         raise
     return target
+
+
+def _mapped_copy(path: str) -> pa.MemoryMappedFile:
+    """A file of a cache."""
+    descriptor = open_own(path)
+    try:
+        return pa.memory_map(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    """Without setting it, as `os.umask` does, for a moment in which other threads may create files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))

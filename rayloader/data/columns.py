@@ -221,35 +221,63 @@ class Converter:
 
 def without_views(schema: pa.Schema) -> pa.Schema:
     """The schema with text and binary data as everywhere: pyarrow cannot take rows of views, which others write."""
-    return pa.schema([field.with_type(_without_view(field.type)) for field in schema], schema.metadata)
+    return _changed(schema, _without_view)
+
+
+def with_wide_indices(schema: pa.Schema) -> pa.Schema:
+    """The schema with dictionaries whose indices have 32 bits at least.
+
+    Each file, row group or batch has a dictionary of its own. Where rows of several are put together, so are these, and
+    the result need not fit the index type that was large enough for each.
+    """
+    return _changed(schema, _with_wide_index)
+
+
+def has_dictionaries(schema: pa.Schema) -> bool:
+    """Whether a column is a dictionary, or holds one."""
+    kinds: list[pa.DataType] = []
+
+    def noted(kind: pa.DataType) -> pa.DataType:
+        kinds.append(kind)
+        return kind
+
+    _changed(schema, noted)
+    return any(map(types.is_dictionary, kinds))
+
+
+def _changed(schema: pa.Schema, change: Callable[[pa.DataType], pa.DataType]) -> pa.Schema:
+    return pa.schema([field.with_type(_rebuilt(field.type, change)) for field in schema], schema.metadata)
+
+
+def _rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """A type after a change of each type in it."""
+
+    def within(field: pa.Field) -> pa.Field:
+        return field.with_type(_rebuilt(field.type, change))
+
+    if types.is_dictionary(kind):
+        kind = pa.dictionary(kind.index_type, _rebuilt(kind.value_type, change), kind.ordered)
+    elif types.is_struct(kind):
+        kind = pa.struct([within(field) for field in kind])
+    elif types.is_map(kind):
+        kind = pa.map_(within(kind.key_field), within(kind.item_field), kind.keys_sorted)
+    elif types.is_fixed_size_list(kind):
+        kind = pa.list_(within(kind.value_field), kind.list_size)
+    elif types.is_list(kind) or types.is_large_list(kind):
+        kind = (pa.list_ if types.is_list(kind) else pa.large_list)(within(kind.value_field))
+    return change(kind)
 
 
 def _without_view(kind: pa.DataType) -> pa.DataType:
     if types.is_string_view(kind):
         return pa.large_string()
-    if types.is_binary_view(kind):
-        return pa.large_binary()
-    if types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _without_view(kind.value_type), kind.ordered)
-    if types.is_struct(kind):
-        return pa.struct([field.with_type(_without_view(field.type)) for field in kind])
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        item = kind.value_field.with_type(_without_view(kind.value_type))
-        if types.is_fixed_size_list(kind):
-            return pa.list_(item, kind.list_size)
-        return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
+    return pa.large_binary() if types.is_binary_view(kind) else kind
+
+
+def _with_wide_index(kind: pa.DataType) -> pa.DataType:
+    if types.is_dictionary(kind) and kind.index_type.bit_width < 32:
+        return pa.dictionary(pa.int32(), kind.value_type, kind.ordered)
     return kind
-
-
-def cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """An array of a type that `without_views` gives."""
-    if array.type == kind:
-        return array
-    if isinstance(array, pa.DictionaryArray):  # pyarrow has no such cast
-        return pa.DictionaryArray.from_arrays(
-            array.indices, array.dictionary.cast(kind.value_type), ordered=kind.ordered
-        )
-    return array.cast(kind)
 
 
 def _tensor(array: pa.Array) -> torch.Tensor:

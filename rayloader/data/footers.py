@@ -34,8 +34,10 @@ class Footers:
         self._kept: dict[str, _Footer] = {}  # by path, the one that was used last at the end
         self._seen: dict[str, tuple[int | None, int | None]] = {}  # size and time of each file when it was first read
 
-    def row_group(self, path: str, number: int) -> dataset.ParquetFileFragment:
-        """A row group, by its number in a file.
+    def row_group(
+        self, path: str, number: int, partition: dataset.Expression | None = None
+    ) -> dataset.ParquetFileFragment:
+        """A row group, by its number in a file; `partition` says what the names of the file's folders do.
 
         Raises:
             RayloaderError: the file was replaced since it was first read.
@@ -49,7 +51,7 @@ class Footers:
             )
         kept = self._kept.pop(path, None)
         if kept is None:
-            file = self._format.make_fragment(path, self._filesystem, file_size=now.size)
+            file = self._format.make_fragment(path, self._filesystem, partition, file_size=now.size)
             file.ensure_complete_metadata()
             kept = _Footer(file, file.metadata.serialized_size)
         self._kept[path] = kept

@@ -27,9 +27,9 @@ import pyarrow as pa
 from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rayloader.data.columns import Converter, Form, without_views
+from rayloader.data.columns import Converter, Form, with_wide_indices, without_views
 from rayloader.data.footers import Footers
-from rayloader.data.paths import check_alike, data_files, paths_of
+from rayloader.data.paths import check_alike, data_files, partitioning_of, paths_of, with_columns
 from rayloader.data.rows import Row
 from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.errors import RayloaderError, StateError
@@ -148,8 +148,8 @@ class ParquetStream(_DatasetOfAny):
             )
         self._opened_in = os.getpid()
         if self._files is None:
-            filesystem, paths = _located(self._paths, self._filesystem)
-            self._files = _Files.read(filesystem, paths, self._arguments, self._filters)
+            filesystem, located = _located(self._paths, self._filesystem)
+            self._files = _Files.read(filesystem, located, self._arguments, self._filters)
         return self._files
 
 
@@ -166,6 +166,7 @@ class _Files:
         converter: of the columns.
         filters: which rows are given.
         needed: the columns that are read, in the schema that all files have.
+        partitions: what the names of the folders of each file say; empty if they give no column.
     """
 
     filesystem: fs.FileSystem
@@ -176,12 +177,13 @@ class _Files:
     converter: Converter
     filters: dataset.Expression | None
     needed: pa.Schema
+    partitions: Sequence[dataset.Expression] = ()
 
     @classmethod
     def read(
         cls,
         filesystem: fs.FileSystem,
-        paths: list[str],
+        located: list[tuple[str, str]],
         arguments: tuple[Any, ...],
         filters: dataset.Expression | None,
     ) -> _Files:
@@ -197,22 +199,28 @@ class _Files:
                 raise ValueError(f"{path} has no footer of Parquet, it is damaged or not whole: {error}") from error
             return [found.row_group(number).num_rows for number in range(found.num_row_groups)], schema
 
+        paths, names = zip(*located, strict=True)
         with ThreadPoolExecutor(min(_FOOTERS, len(paths)), "rayloader-footers") as threads:
             footers = list(threads.map(footer, paths))
-        first = without_views(footers[0][1])
-        converter = Converter(first, *arguments)
+        first = with_wide_indices(without_views(footers[0][1]))
+        partitioning = partitioning_of(names, first)
+        of_folders = partitioning.schema
+        needed = with_columns(first, of_folders)
+        converter = Converter(needed, *arguments)
         for path, (_, schema) in zip(paths, footers, strict=True):
-            check_alike(converter.schema, paths[0], without_views(schema), path)
-            _check_filters(filters, schema, path)  # which pyarrow applies to columns as they are in the file
+            here = with_columns(schema, of_folders)
+            check_alike(converter.schema, paths[0], with_wide_indices(without_views(here)), path)
+            _check_filters(filters, here, path)  # which pyarrow applies to columns as they are in the file
         return cls(
             filesystem,
-            paths,
+            list(paths),
             np.repeat(np.arange(len(paths)), [len(rows) for rows, _ in footers]),
             np.concatenate([np.arange(len(rows)) for rows, _ in footers]),
             np.array([count for rows, _ in footers for count in rows], np.int64),
             converter,
             filters,
-            first,
+            needed,
+            [partitioning.parse(name) for name in names] if len(of_folders) else (),
         )
 
     def place(self, group: int) -> tuple[int, str]:
@@ -227,7 +235,8 @@ class _Files:
         """
         number, path = self.place(group)
         try:
-            fragment = footers.row_group(path, number)
+            partition = self.partitions[self.files[group]] if self.partitions else None
+            fragment = footers.row_group(path, number, partition)
             table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
         except RayloaderError:
             raise
@@ -244,8 +253,8 @@ class _Files:
 
     @property
     def fingerprint(self) -> str:
-        """Of the files, by their names and the rows of their row groups."""
-        names = [os.path.basename(path) for path in self.paths]
+        """Of the files, by their names, what their folders say, and the rows of their row groups."""
+        names = [*map(os.path.basename, self.paths), *map(str, self.partitions)]
         content = repr((names, self.files.tolist(), self.rows.tolist(), str(self.filters)))
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -556,9 +565,9 @@ def _whole(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _located(paths: list[str], filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, list[str]]:
-    """The filesystem, and the paths of the files in it."""
-    files: list[str] = []
+def _located(paths: list[str], filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, list[tuple[str, str]]]:
+    """The filesystem, and the paths of the files in it, each with its name in the folder that was given."""
+    files: list[tuple[str, str]] = []
     for path in paths:
         if filesystem is not None and "://" not in path:
             here, inner = filesystem, path
@@ -574,12 +583,12 @@ def _located(paths: list[str], filesystem: fs.FileSystem | None) -> tuple[fs.Fil
     return filesystem, files
 
 
-def _files_at(filesystem: fs.FileSystem, path: str) -> list[str]:
+def _files_at(filesystem: fs.FileSystem, path: str) -> list[tuple[str, str]]:
     found = filesystem.get_file_info(path)
     if found.type == fs.FileType.NotFound:
         raise FileNotFoundError(f"there is no file or folder {path} for a ParquetStream")
     if found.type != fs.FileType.Directory:
-        return [path]
+        return [(path, os.path.basename(path))]
     inside = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
     return data_files(path, [one.path for one in inside if one.is_file], (".parquet",))
 

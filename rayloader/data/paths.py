@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
+from pyarrow import dataset
 
 
 def paths_of(given: Any, reader: str) -> list[str]:
@@ -30,15 +32,16 @@ def paths_of(given: Any, reader: str) -> list[str]:
     return [os.fspath(path) for path in paths]
 
 
-def data_files(folder: str, paths: Iterable[str], suffixes: tuple[str, ...]) -> list[str]:
-    """The files of a folder that hold data, in the order of their names.
+def data_files(folder: str, paths: Iterable[str], suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
+    """The files of a folder that hold data, in the order of their names; each with its name in the folder.
 
     Files and folders in it whose names begin with `.` or `_` hold what other programs have put there.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    found = sorted(path for path in paths if path.endswith(suffixes) and not _is_hidden(os.path.relpath(path, folder)))
+    named = ((path, os.path.relpath(path, folder)) for path in paths if path.endswith(suffixes))
+    found = sorted((path, name) for path, name in named if not _is_hidden(name))
     if not found:
         raise FileNotFoundError(f"the folder {folder} has no file that ends in {' or '.join(suffixes)}")
     return found
@@ -46,6 +49,38 @@ def data_files(folder: str, paths: Iterable[str], suffixes: tuple[str, ...]) -> 
 
 def _is_hidden(path: str) -> bool:
     return any(name[0] in "._" for name in path.split("/"))
+
+
+def partitioning_of(names: Sequence[str], schema: pa.Schema) -> dataset.Partitioning:
+    """The columns that hive's names of folders give to the files in them, as `pyarrow.dataset` reads `day=3/x.parquet`.
+
+    They are whole numbers of 32 bits if all values are, and text otherwise. A column that the files have too is theirs
+    if it is of another type there, which pyarrow refuses, or if some of them lie in no such folder.
+
+    Args:
+        names: of the files, as they lie in the folder that was given.
+        schema: of the files.
+    """
+    folders = (part for name in names for part in name.split("/")[:-1])
+    keys = dict.fromkeys(unquote(part.partition("=")[0]) for part in folders if "=" in part)
+    as_text = dataset.HivePartitioning(pa.schema([(key, pa.string()) for key in keys]))
+    values = [dataset.get_partition_keys(as_text.parse(name)) for name in names] if keys else []
+    fields = []
+    for key in keys:
+        kind = pa.int32()
+        try:
+            pa.array([found.get(key) for found in values], pa.string()).cast(kind)
+        except pa.ArrowInvalid:
+            kind = pa.string()
+        place = schema.get_field_index(key)
+        if place < 0 or (schema.field(place).type == kind and all(key in found for found in values)):
+            fields.append(pa.field(key, kind))
+    return dataset.HivePartitioning(pa.schema(fields))
+
+
+def with_columns(schema: pa.Schema, more: pa.Schema) -> pa.Schema:
+    """The schema, with those of these columns that it lacks at the end."""
+    return pa.schema([*schema, *(field for field in more if field.name not in schema.names)], schema.metadata)
 
 
 def check_alike(wanted: pa.Schema, first: str, schema: pa.Schema, path: str) -> None:

@@ -399,6 +399,30 @@ def test_torchdatas_loader_continues_too(folder, count):
     assert taken(resumed) == rest
 
 
+@pytest.mark.parametrize("workers", [None, *KINDS])
+def test_dictionaries_and_hives_folders(workers, tmp_path):
+    """Of 300 values together, in indices of 8 bits; the day is in the names of the folders alone."""
+    for day in range(3):
+        (tmp_path / f"day={day}").mkdir()
+        words = pa.array([f"user {day}-{k}" for k in range(100)])
+        stored = pa.DictionaryArray.from_arrays(pa.array(range(100), pa.int8()), words)
+        columns = {"user": stored, "friends": pa.ListArray.from_arrays(range(101), stored)}
+        parquet.write_table(pa.table(columns), tmp_path / f"day={day}" / "x.parquet", row_group_size=40)
+    expected = {(f"user {day}-{k}", day) for day in range(3) for k in range(100)}
+    torch.manual_seed(3)
+    dataset = ArrowDataset(tmp_path, cache=tmp_path / "cache")
+    for loader in (
+        ours(dataset, workers, 30, shuffle=True),
+        ours(ParquetStream(tmp_path, shuffle_buffer=150), workers, 30),
+        ours(ParquetStream(tmp_path, batch_size=30), workers, None),
+    ):
+        batches = list(loader)
+        assert {
+            pair for batch in batches for pair in zip(batch["user"], batch["day"].tolist(), strict=True)
+        } == expected
+        assert all(batch["friends"] == [[user] for user in batch["user"]] for batch in batches)
+
+
 def test_spawned_workers_of_torchs(folder):
     stream = ParquetStream(folder, columns=["i", "x"])
     spawned = TorchDataLoader(stream, 50, num_workers=1, multiprocessing_context="spawn")

@@ -7,12 +7,14 @@ import os
 import pickle
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.feather
 import pytest
 import torch
@@ -23,9 +25,10 @@ from torch.utils.data import ConcatDataset, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
-from rayloader import ArrowDataset, ReplicaError
+from rayloader import ArrowDataset, CacheError, ReplicaError
 from rayloader.data import arrow
 from rayloader.data.rows import Row
+from tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 
 ROWS = 4
 NOON = datetime.datetime(2020, 1, 1, 12, tzinfo=datetime.timezone.utc)
@@ -325,6 +328,48 @@ def test_dictionaries_that_differ_from_batch_to_batch():
     assert [row["x"] for row in dataset.__getitems__([3, 0, 2, 1])] == ["b", "a", "c", "b"]
 
 
+@pytest.mark.parametrize("how", ["table", "mapped", "compressed", "row groups", "files", "cached"])
+@pytest.mark.parametrize(("kind", "index"), CATEGORIES, ids=str)
+def test_dictionaries_that_need_wider_indices_together(kind, index, how, tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow, "_CACHED_BYTES", 1000)
+    cache = tmp_path / "cache" if how == "cached" else None
+    columns = [categories(kind, part, index, INDICES[index]) for part in PARTS]
+    source = source_of("row groups" if cache else how, columns, tmp_path)
+    stored = [value for column in columns for value in column.to_pylist()]
+    places = [len(stored) - 1, 0, *range(5, len(stored), len(stored) // 60), 1]
+    for as_ in ("arrow",) if kind == "map" else ("tensors", "numpy", "arrow"):
+        dataset = ArrowDataset(source, as_=as_, cache=cache)
+        rows = dataset.__getitems__(places)
+        assert [plain(row["x"]) for row in rows] == [stored[place] for place in places]
+        assert plain(dataset[-2]["x"]) == stored[-2]
+        if as_ == "arrow":
+            several = dataset.__getitems__(places[:9]) + dataset.__getitems__(places[9:])
+            for collated in (default_collate(rows), default_collate(touched(dataset.__getitems__(places)))):
+                assert collated["x"].to_pylist() == [stored[place] for place in places]
+                assert collated["x"].type == dataset.schema.field("x").type == dataset[0]["x"].type
+                wide = str(columns[0].type).replace(str(index), "int32")
+                assert str(collated["x"].type).replace("element", "item") == wide  # as Parquet names the items of lists
+            assert default_collate(several)["x"].to_pylist() == [stored[place] for place in places]
+
+
+def test_mapped_dictionaries_stay_as_they_are_in_the_file(tmp_path):
+    """Wider indices of all rows would be a copy in each process."""
+    words = pa.DictionaryArray.from_arrays(pa.array(np.arange(1_000_000) % 3, pa.int8()), pa.array(["a", "b", "c"]))
+    path = write(tmp_path / "x", "file", pa.table({"x": words}))
+    before = pa.total_allocated_bytes()
+    dataset = ArrowDataset(path)
+    assert [row["x"] for row in dataset.__getitems__([999_999, 1])] == ["a", "b"]
+    assert pa.total_allocated_bytes() - before < 100_000
+
+
+def test_files_whose_dictionaries_have_other_index_types(tmp_path):
+    """As pandas writes them, by the number of categories in each file."""
+    for index, count in INDICES.items():
+        parquet.write_table(pa.table({"x": categories("plain", count, index, count)}), tmp_path / f"{count:06}.parquet")
+    dataset = ArrowDataset(tmp_path)
+    assert [dataset[place]["x"] for place in (0, 199, -1)] == ["word 100-0", "word 200-198", "word 50000-49500"]
+
+
 def test_indices():
     dataset = ArrowDataset(pa.table({"x": range(5)}))
     assert len(dataset) == 5
@@ -618,6 +663,54 @@ def test_a_mapped_file_that_is_gone_or_another_is_an_error(tmp_path):
         pickle.loads(sent)
 
 
+# ---- hive's folders
+
+
+@pytest.mark.parametrize("names", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("cached", [False, True])
+def test_hives_folders_are_columns_as_pyarrow_has_them(names, cached, tmp_path):
+    folder = tree(tmp_path / "data", names)
+    expected = pyarrow.dataset.dataset(folder, partitioning="hive").to_table()
+    cache = tmp_path / "cache" if cached else None
+    dataset = ArrowDataset(folder, as_="arrow", cache=cache)
+    for there in (dataset, pickle.loads(pickle.dumps(dataset))):
+        assert there.schema.equals(expected.schema)
+        assert [{name: value.as_py() for name, value in row.items()} for row in there] == expected.to_pylist()
+        assert pa.table(default_collate(there.__getitems__(range(len(there))))).equals(expected)
+        assert there.__getitems__([]) == []
+    of_folders = [name for name in expected.column_names if name not in ("i", "t")]
+    for columns in (of_folders, ["i"], [of_folders[0], "t"]):
+        chosen = ArrowDataset(folder, columns=columns, as_="arrow", cache=cache)
+        assert pa.table(default_collate(chosen.__getitems__(range(len(chosen))))).equals(expected.select(columns))
+
+
+def test_hives_folders_of_arrow_files_stay_mapped(tmp_path):
+    for day, how in enumerate(("file", "stream", "compressed")):
+        (tmp_path / f"day={day}").mkdir()
+        write(tmp_path / f"day={day}" / "x.arrow", how, LARGE.slice(300 * day, 300))
+    dataset = ArrowDataset(tmp_path, fill_null={"day": 7})
+    batch = default_collate(dataset.__getitems__([899, 0, 300, 301]))
+    assert batch["day"].tolist() == [2, 0, 1, 1]
+    assert batch["i"].tolist() == [899, 0, 300, 301]
+    assert isinstance(dataset._parts[0], arrow._MappedFile)
+
+
+def test_a_column_of_files_and_of_their_folders(tmp_path):
+    """As pyarrow has it, of the folder; where pyarrow refuses, it is that of the files, as without such folders."""
+    for number, kind in enumerate((pa.int32(), pa.int64(), pa.string())):
+        column = pa.array([5, 6]).cast(kind)
+        folder = tree(tmp_path / str(number), ["day=3/a.parquet"], pa.table({"day": column, "i": [0, 1]}))
+        expected = [3, 3] if kind == pa.int32() else column.to_pylist()
+        assert [plain(row["day"]) for row in ArrowDataset(folder)] == expected
+        if kind == pa.int32():
+            assert pyarrow.dataset.dataset(folder, partitioning="hive").to_table()["day"].to_pylist() == expected
+
+
+def test_other_folders_in_a_folder_are_left_alone(tmp_path):
+    tree(tmp_path, ["a.parquet", "old/a.parquet", "old/day=3/a.parquet"])
+    assert [dict(row) for row in ArrowDataset(tmp_path)] == [{"i": 0, "t": "a.parquet"}]
+
+
 # ---- the cache
 
 
@@ -660,6 +753,90 @@ def test_a_cache_among_the_files_is_refused(tmp_path):
     for source in (path, tmp_path):
         with pytest.raises(ValueError, match="cache must be another folder than those of the files"):
             ArrowDataset(source, cache=tmp_path)
+
+
+@pytest.fixture
+def umask():
+    """Sets the umask for the test."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("mode", "mask", "expected"),
+    [
+        (0o600, 0o022, 0o600),
+        (0o640, 0o022, 0o640),
+        (0o644, 0o077, 0o600),
+        (0o664, 0o002, 0o644),
+        (0o755, 0o000, 0o644),
+        (0o444, 0o022, 0o444),
+    ],
+)
+def test_a_copy_is_read_by_those_who_may_read_its_source_and_written_by_nobody_else(
+    mode, mask, expected, umask, tmp_path
+):
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+    os.chmod(path, mode)
+    umask(mask)
+    for _ in range(2):
+        assert len(ArrowDataset(path, cache=cache)) == 1000
+        (copy,) = cache.iterdir()
+        assert stat.S_IMODE(copy.stat().st_mode) == expected
+    assert os.umask(mask) == mask
+
+
+def linked(path):
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def dangling(path):
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere")
+
+
+def twice(path):
+    os.link(path, path.parent.parent / "elsewhere")
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+FOREIGN = [
+    ("is a symbolic link", linked),
+    ("is a symbolic link", dangling),
+    ("has 2 names", twice),
+    ("has mode 0o664", lambda path: path.chmod(0o664)),
+    ("has mode 0o646", lambda path: path.chmod(0o646)),
+    ("is not a regular file", pipe),
+]
+
+
+@pytest.mark.parametrize(("what", "change"), FOREIGN)
+def test_a_copy_that_others_may_have_written_is_refused(what, change, tmp_path):
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+    sent = pickle.dumps(ArrowDataset(path, cache=cache))
+    (copy,) = cache.iterdir()
+    change(copy)
+    for use in (lambda: ArrowDataset(path, cache=cache), lambda: pickle.loads(sent)):  # also when a worker opens it
+        with pytest.raises(CacheError, match="a file of a cache must be a regular file of this user") as found:
+            use()
+        assert f"{copy} {what}; remove it, or name another folder" in str(found.value)
+    copy.unlink()
+    assert len(ArrowDataset(path, cache=cache)) == 1000
+
+
+def test_a_copy_of_another_user_is_refused(tmp_path, monkeypatch):
+    path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
+    ArrowDataset(path, cache=cache)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(CacheError, match=f"belongs to user {own}, and this process is of user {own + 1}; remove it"):
+        ArrowDataset(path, cache=cache)
 
 
 def test_a_full_disk_leaves_nothing_damaged(tmp_path):

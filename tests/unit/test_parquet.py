@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import fs, parquet
+from pyarrow import dataset, fs, parquet
 from torch.utils.data import default_collate
 
 import rayloader
@@ -21,6 +21,7 @@ from rayloader.data import parquet as module
 from rayloader.data.footers import Footers
 from rayloader.data.shard_info import Reader
 from rayloader.plain_state import pack, unpack
+from tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 
 # Row groups of the files that most tests read: 100 rows in 9 groups, of unequal length.
 GROUPS = [[7, 20, 1], [30], [5, 5, 11, 20, 1]]
@@ -136,6 +137,95 @@ def test_a_row_among_those_that_filters_let_through_is_named_as_such(tmp_path):
     assert next(iterator)["i"] == 1
     with pytest.raises(ValueError, match="in row 1 among those that the filters let through of row group 0 of "):
         next(iterator)
+
+
+# ---- dictionaries
+
+
+@pytest.mark.parametrize("how", ["row groups", "files"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"batch_size": 30}, {"shuffle_buffer": 50}, {"batch_size": 70, "as_": "arrow"}]
+)
+@pytest.mark.parametrize(("kind", "index"), CATEGORIES, ids=str)
+def test_dictionaries_that_need_wider_indices_together(kind, index, arguments, how, tmp_path):
+    if kind == "map":
+        arguments = {**arguments, "as_": "arrow"}
+    columns = [categories(kind, part, index, INDICES[index]) for part in PARTS]
+    stored = [value for column in columns for value in column.to_pylist()]
+    folder = source_of(how, columns, tmp_path)
+    given = list(ParquetStream(folder, **arguments))
+    rows = [plain(value) for one in given for value in (one["x"] if "batch_size" in arguments else [one["x"]])]
+    if kind == "struct" and "batch_size" in arguments and "as_" not in arguments:  # a dict of columns
+        pairs = [pair for one in given for pair in zip(*plain(one["x"]).values(), strict=True)]
+        rows = [{"word": word, "number": number} for word, number in pairs]
+    if "shuffle_buffer" in arguments:
+        rows, stored = sorted(rows, key=str), sorted(stored, key=str)
+    assert rows == stored
+    if "batch_size" not in arguments:
+        batch = default_collate([given[0], given[-1], given[1]])
+        assert len(plain(batch["x"])["number"] if kind == "struct" else batch["x"]) == 3
+
+
+def test_a_state_with_rows_of_several_dictionaries(tmp_path):
+    folder = source_of("files", [categories("plain", part) for part in PARTS], tmp_path)
+    iterator = iter(ParquetStream(folder, shuffle_buffer=150))
+    for _ in range(20):
+        next(iterator)
+    again = iter(ParquetStream(folder, shuffle_buffer=150))
+    again.load_state_dict(iterator.state_dict())
+    assert [row["x"] for row in again] == [row["x"] for row in iterator]
+
+
+# ---- hive's folders
+
+
+@pytest.mark.parametrize("names", TREES.values(), ids=TREES)
+def test_hives_folders_are_columns_as_pyarrow_has_them(names, tmp_path):
+    tree(tmp_path, names)
+    expected = dataset.dataset(tmp_path, partitioning="hive").to_table()
+    of_folders = [name for name in expected.column_names if name not in ("i", "t")]
+    for columns in (None, of_folders, ["i"], [of_folders[0], "t"]):
+        stream = ParquetStream(tmp_path, columns=columns, batch_size=100, as_="arrow")
+        for there in (stream, pickle.loads(pickle.dumps(stream))):
+            (batch,) = there
+            assert pa.table(batch).equals(expected if columns is None else expected.select(columns))
+    memory = fs._MockFileSystem()
+    memory.create_dir("files")
+    fs.copy_files(str(tmp_path), "files", fs.LocalFileSystem(), memory)
+    (batch,) = ParquetStream("files", filesystem=memory, batch_size=100, as_="arrow")
+    assert pa.table(batch).equals(expected)
+
+
+def test_filters_of_hives_folders(tmp_path):
+    tree(tmp_path, ["day=3/h=a/x.parquet", "day=3/h=b/x.parquet", "day=10/h=a/x.parquet"])
+    for filters in (
+        [("day", ">", 3)],
+        [("day", "=", 3), ("h", "=", "a")],
+        [("h", "=", "a"), ("i", "<", 2)],
+        [("day", ">", 10)],
+    ):
+        expected = parquet.read_table(tmp_path, filters=filters)["i"].to_pylist()
+        assert sorted(numbers(ParquetStream(tmp_path, filters=filters))) == sorted(expected)
+        assert sorted(numbers(ParquetStream(tmp_path, columns=["i"], filters=filters))) == sorted(expected)
+    with pytest.raises(ValueError, match="filters do not fit the columns i, t, day, h of"):
+        ParquetStream(tmp_path, filters=[("day", ">", "a")])
+
+
+def test_a_column_of_files_and_of_their_folders(tmp_path):
+    """As pyarrow has it, of the folder; where pyarrow refuses, it is that of the files, as without such folders."""
+    for number, kind in enumerate((pa.int32(), pa.int64(), pa.string())):
+        column = pa.array([5, 6]).cast(kind)
+        folder = tree(tmp_path / str(number), ["day=3/a.parquet"], pa.table({"day": column, "i": [0, 1]}))
+        (batch,) = ParquetStream(folder, batch_size=9, as_="arrow")
+        assert batch["day"].to_pylist() == ([3, 3] if kind == pa.int32() else column.to_pylist())
+
+
+def test_a_state_of_other_folders_is_refused(tmp_path):
+    """Their files have the same names, and as many rows."""
+    state = iter(ParquetStream(tree(tmp_path / "1", ["day=3/a.parquet", "day=4/a.parquet"]))).state_dict()
+    iter(ParquetStream(tree(tmp_path / "2", ["day=3/a.parquet", "day=4/a.parquet"]))).load_state_dict(state)
+    with pytest.raises(StateError, match="saved with files="):
+        iter(ParquetStream(tree(tmp_path / "3", ["day=4/a.parquet", "day=5/a.parquet"]))).load_state_dict(state)
 
 
 # ---- shuffling
