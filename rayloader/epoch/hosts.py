@@ -1,16 +1,14 @@
 """Which processes an iterator's workers get: forks of the driver at once, or actors with an image of the replica.
 
-Promise: forks move to actors where that is possible; a dataset that can only be with forks stays there, and the log
-says why. What one iterator of a loader leaves to the next, and what is known of a dataset, ends with that object.
+Promise: a dataset that can only be with forks stays there, and the log says why. What one iterator of a loader leaves
+to the next, and what is known of a dataset, ends with that object.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from rayloader.epoch.depth import Pace
@@ -21,8 +19,6 @@ from rayloader.transport import codec
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.forks import Forks
 from rayloader.workers.janitor import Notes
-from rayloader.workers.takeover import Takeover
-from rayloader.workers.worker import Worker
 
 if TYPE_CHECKING:
     from rayloader.replica.image import Image
@@ -66,7 +62,6 @@ def fleet_for(
     num_workers: int,
     num_processes: int,
     accelerator: Accelerator | None,
-    lock: RLock,
 ) -> Fleet:
     """The processes for an iterator's workers; `Fleet.begin` will tell each which worker it is.
 
@@ -77,7 +72,6 @@ def fleet_for(
         num_workers: how many workers the stream has.
         num_processes: how many processes host them, where one can host several.
         accelerator: for which the memory of batches is page-locked.
-        lock: guards the workers' journals.
     """
     standing = datasets.of(replica.dataset)
     may_fork = options.may_fork and (options.workers == "fork" or standing.stays or not session.is_wanted())
@@ -85,25 +79,16 @@ def fleet_for(
         actors = _actors(loader, replica, options, standing, num_processes, accelerator)
         if actors is not None:
             return actors
-    fleet = _forks(loader, replica, options, standing, accelerator, lock)
+    fleet = _forks(replica, accelerator)
     fleet.lend(num_workers)
     fleet.resize(num_processes)
     return fleet
 
 
-def _forks(
-    loader: Any, replica: Replica, options: Options, standing: Standing, accelerator: Accelerator | None, lock: RLock
-) -> Fleet:
-    """A fleet of forks, which moves to actors where that is possible."""
+def _forks(replica: Replica, accelerator: Accelerator | None) -> Fleet:
     from rayloader.host import forked  # which is imported here for the forks
 
-    forks = Forks(functools.partial(forked.serve, replica), functools.partial(_prepared, replica))
-    takeover = None
-    if options.workers == "auto" and not standing.stays and session.may_start():
-        session.allow_background()
-        move = functools.partial(_move, weakref.ref(loader), options, loader.label, accelerator)
-        takeover = Takeover(move, forks.zygote, lock, functools.partial(_note, standing))
-    return Fleet(forks, takeover, accelerator)
+    return Fleet(Forks(functools.partial(forked.serve, replica)), accelerator=accelerator)
 
 
 def _actors(
@@ -152,35 +137,6 @@ def _actors(
         fleet.release(busy=True)
         raise
     return fleet
-
-
-def _prepared(replica: Replica) -> tuple[str, list[int]]:
-    """In a fork: what actors need to be like it; see `inherited.prepared`."""
-    from rayloader.epoch.inherited import prepared
-
-    return prepared(replica)
-
-
-def _move(
-    loader: weakref.ref[Any],
-    options: Options,
-    name: str,
-    accelerator: Accelerator | None,
-    takeover: Takeover,
-    workers: list[Worker],
-    count: int,
-) -> None:
-    """Brings actors to where they can take over a loader's workers, if it still lives; in the takeover's thread."""
-    from rayloader.workers.actors import Actors
-    from rayloader.workers.moving import move
-    from rayloader.workers.pool import get_pool
-
-    pool, target = get_pool(background=True), loader()
-    takeover.check()
-    if target is not None:
-        actors = Actors(pool, target, options, name, accelerator)
-        del target  # it is not to live on for this thread
-        move(actors, takeover, workers, count)
 
 
 def _note(standing: Standing, reason: str) -> None:

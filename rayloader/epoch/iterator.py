@@ -310,7 +310,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             num_workers=self._num_workers,
             num_processes=self._num_hosts,
             accelerator=self._delivery.accelerator,
-            lock=self.position.lock,
         )
         try:
             setups = [

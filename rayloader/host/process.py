@@ -171,7 +171,7 @@ class WorkerProcess:
     def serve(self, address: Address, early: list[Any]) -> Served:
         """Carries out `run`, `replay` and `resume` over a line, until the line ends; see `LineServer.serve`."""
         set_process_title(ray, f"ray::rayloader:{','.join(worker.label for worker in self._hosting)}")
-        return self._context.run(self._server.serve, address, early)
+        return self._context.run(self._server.connect, address, early)
 
     def _breakpoint(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         """For `breakpoint()` in user code: the terminal belongs to the program."""

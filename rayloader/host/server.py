@@ -54,11 +54,10 @@ class LineServer:
         # Of the calls after the first number and up to the second, the tasks from the third on are cancelled.
         self._dropped = 0, 0, 0
 
-    def serve(self, address: Address, early: list[Any]) -> Served:
-        """Carries out over a line what `run`, `replay` and `resume` do, until the line ends.
+    def connect(self, address: Address, early: list[Any]) -> Served:
+        """Connects to a line and serves it, or continues to serve the one that is still open.
 
-        It also ends, with the line left open for the next `serve`, if an answer has to go through Ray. `early` are
-        messages that come before those of the line.
+        `early` are messages that come before those of the line.
         """
         if self._line is None or self._line_address != address:
             try:
@@ -66,8 +65,15 @@ class LineServer:
             except LineError as error:
                 return Served(refused=str(error))
             self._line_address = address
-        line = self._line
         self._take_in(early)
+        return self.serve(self._line)
+
+    def serve(self, line: Line) -> Served:
+        """Carries out over a line what `run`, `replay` and `resume` do, until the line ends.
+
+        It also ends, with the line left open for the next `connect`, if an answer has to go through Ray.
+        """
+        self._line = line
         while self._calls or not line.ended:
             self._attend(line)
             if not self._calls:
@@ -95,7 +101,7 @@ class LineServer:
             self._hosting.is_free()
         line.drain()
         self.hang_up()
-        return Served()
+        return Served(refused=line.fault)
 
     def _manage(self, kind: int, worker_id: int, *arguments: Any) -> None:
         """Begins, hurries or leaves a worker."""

@@ -19,7 +19,7 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport.lanes import Lent, Room, pack, unpack
-from rayloader.transport.line import Line, unpacked
+from rayloader.transport.line import Line, LineError, unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.transport.tcp_line import TcpDriverLine
 from rayloader.workers.actor import Actor, RayAnswer
@@ -261,6 +261,8 @@ class ActorLine(ActorCalls, LineCalls):
             elif line.refused:
                 self.close()
                 messages.append(LineRefused(line.refused))
+            elif line.fault:
+                messages.append(self._lost(LineError(line.fault)))
             elif line.ended and not served.ended_at:
                 served.ended_at = time.monotonic()
             elif line.ended and time.monotonic() > served.ended_at + self._cause_patience:

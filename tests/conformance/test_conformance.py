@@ -23,7 +23,7 @@ from rayloader.epoch.schedule import Schedule
 from rayloader.start import session
 from rayloader.transport import lanes
 from rayloader.workers import actors, moving, takeover
-from rayloader.workers.connection import ForkCalls
+from rayloader.workers.forks import ForkCalls
 from rayloader.workers.ray_channels import ActorLine, RayCalls, TcpCalls
 
 MOVE_LIMIT = 20.0  # seconds until actors can take over, or it is known that they cannot; on expiry nothing moves

@@ -144,7 +144,7 @@ def unforked() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fork", refused)
-        Zygote(refused, refused)  # type: ignore[arg-type]
+        Zygote(refused)  # type: ignore[arg-type]
 
 
 def refused() -> None:
@@ -152,15 +152,9 @@ def refused() -> None:
 
 
 def with_references() -> None:
-    from rayloader.workers.connection import ForkCalls
+    from rayloader.workers.forks import ForkCalls
 
     ForkCalls._send(None, None, carries=True)  # type: ignore[arg-type]
-
-
-def unconnected() -> None:
-    from rayloader.workers.forks import Forks
-
-    Forks.refused(None, None, "a reason")  # type: ignore[arg-type]
 
 
 def start_timeout() -> None:
@@ -210,7 +204,6 @@ CALLS: dict[str, Callable[[], object]] = {
     'workers="fork" makes': lambda: looped(workers="fork", arenas=False),
     "this process could not be forked": unforked,
     "the sampler yields references": with_references,
-    "a forked worker could not": unconnected,
     "SharedList index": lambda: SharedList("ab")[2],
     "cached() needs": lambda: rayloader.cached(object()),
     "max_bytes must": lambda: rayloader.cached([1], "much"),
