@@ -489,7 +489,7 @@ class Forks(Dataset):
                     os.dup(int(number))
             if not os.fork():
                 with open(self.pipe) as pipe:
-                    pipe.read()
+                    pipe.read(1)
                 os._exit(0)
             self.faults.strike("__getitem__")
         return index
@@ -499,6 +499,7 @@ class Forks(Dataset):
 def test_a_worker_is_dead_though_a_child_of_it_lives(workers, faults, tmp_path):
     dataset = Forks(faults, tmp_path / "pipe")
     faults.plan("__getitem__", "SIGKILL")
-    pipe = os.open(dataset.pipe, os.O_RDWR)  # the child reads until this is closed
+    pipe = os.open(dataset.pipe, os.O_RDWR)
     assert list(DataLoader(dataset, None, num_workers=1, workers=workers, timeout=HANG_LIMIT)) == list(range(10))
+    os.write(pipe, b"!")  # the child ends
     os.close(pipe)
