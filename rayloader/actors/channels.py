@@ -22,7 +22,7 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport.lanes import Lent, Room, pack, unpack
-from rayloader.transport.line import Line, unpacked
+from rayloader.transport.line import Line, LineError, unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.workers.connection import NONE_YET, Channel, LineCalls, LineRefused, Mailbox, Message, ProcessLost
 from rayloader.workers.process import NeverStarts
@@ -262,6 +262,8 @@ class ActorLine(ActorCalls, LineCalls):
             elif line.refused:
                 self.close()
                 messages.append(LineRefused(line.refused))
+            elif line.fault:
+                messages.append(self._lost(LineError(line.fault)))
             elif line.ended and not served.ended_at:
                 served.ended_at = time.monotonic()
             elif line.ended and time.monotonic() > served.ended_at + self._cause_patience:

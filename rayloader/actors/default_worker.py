@@ -336,8 +336,7 @@ def without_rays(environment: Mapping[str, str]) -> dict[str, str]:
 
 def import_the_rest() -> None:
     """Imports the rest of the workers' modules: those that depend on which Ray they belong to."""
-    import rayloader.actors.process  # noqa: F401
-
+    importlib.import_module("rayloader.actors.process")  # which imports this file too, elsewhere
     with contextlib.suppress(Exception):  # Ray's private code, which may change
         serialization_addons = importlib.import_module("ray.util.serialization_addons")
         serialization_addons.apply(NoContext())

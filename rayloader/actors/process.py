@@ -25,24 +25,63 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from typing_extensions import override
 
-from rayloader.actors import session
+from rayloader.actors import session, tcp_line
 from rayloader.actors._compat_ray import set_process_title
 from rayloader.actors.image import Image, ImageAddress, decode_replica, image_from_contents, open_image
 from rayloader.actors.replica import Source
 from rayloader.errors import ReplicaMemoryError
 from rayloader.host.hosting import Hosting, exit_without_callbacks
-from rayloader.host.server import Address, LineServer
+from rayloader.host.server import LineServer
 from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.protocol import Answer, Replica, Served, Setup, WorkerAddress, final
 from rayloader.random.generators import noting
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
-from rayloader.transport.lanes import WorkerLane, pack, unpack
+from rayloader.transport import local_line
+from rayloader.transport.lanes import Recycled, WorkerLane, pack, unpack
+from rayloader.transport.line import LineError
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
 
 # A batch that could be sent out of band is copied into the reply up to this size: beyond it, a copy takes longer.
 IN_BAND_BYTES = 1 << 16
+
+Address = local_line.LineAddress | tcp_line.TcpAddress  # of a line
+
+
+class ActorLineServer(LineServer):
+    """An actor's end of a line, to which it connects; with the memory for queued answers."""
+
+    _address: Address | None = None
+    _copies: Recycled | None = None  # of data that cannot be sent at once
+
+    def connect(self, address: Address, early: list[Any]) -> Served:
+        """Connects to a line and serves it until it ends, or continues to serve the one that is still open.
+
+        `early` are messages that come before those of the line.
+        """
+        line = self._line
+        if line is None or self._address != address:
+            self.hang_up()
+            try:
+                if isinstance(address, local_line.LineAddress):
+                    line = local_line.connect(address)
+                else:
+                    self._copies = Recycled()
+                    line = tcp_line.connect(address, self._copies.room)
+            except LineError as error:
+                return Served(refused=str(error))
+            self._address = address
+        self.take_in(early)
+        return self.serve(line)
+
+    @override
+    def hang_up(self) -> None:
+        super().hang_up()
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.close()
 
 
 class WorkerProcess:
@@ -53,7 +92,7 @@ class WorkerProcess:
         exit_without_callbacks()
         lane = WorkerLane()
         self._hosting = Hosting(lane)
-        self._server = LineServer(self._hosting, lane)
+        self._server = ActorLineServer(self._hosting, lane)
         # The image this process holds for its node, with the name of the driver's image it was copied from.
         self._image: tuple[str, Image] | None = None
 
@@ -129,9 +168,9 @@ class WorkerProcess:
         return packed
 
     def serve(self, address: Address, early: list[Any]) -> Served:
-        """Carries out `run`, `replay` and `resume` over a line, until the line ends; see `LineServer.serve`."""
+        """Carries out `run`, `replay` and `resume` over a line; see `ActorLineServer.connect`."""
         set_process_title(ray, f"ray::rayloader:{','.join(worker.label for worker in self._hosting)}")
-        return self._server.serve(address, early)
+        return self._server.connect(address, early)
 
     def hurry(self, worker_id: int) -> None:
         """Another process will soon be that worker."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
-import os
 import secrets
 import select
 import socket
@@ -73,10 +72,6 @@ class TcpAddress:
 class TcpSocket(LineSocket):
     """A socket whose end the other machine notices at once, and that notices the other's silence."""
 
-    def __init__(self, family: int, fileno: int | None = None) -> None:
-        super().__init__(family, fileno)
-        _sockets.add(self)
-
     def watch(self) -> None:
         """After connecting: sends small messages at once, and notices if the other machine is gone."""
         self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -99,18 +94,6 @@ class TcpSocket(LineSocket):
             return False
         asked: bool = info[_UNACKED] > 0 or info[_PROBES] > 1
         return asked and bool(info[_LAST_ACK] >= SILENCE_S * 1000)
-
-
-_sockets: weakref.WeakSet[TcpSocket] = weakref.WeakSet()
-
-
-def _close_copies() -> None:
-    """In a forked child: the other end must learn of the parent's death, whatever the child does."""
-    for copy in list(_sockets):
-        copy.end()
-
-
-os.register_at_fork(after_in_child=_close_copies)
 
 
 class TcpDriverLine(ListeningLine):

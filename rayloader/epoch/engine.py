@@ -728,9 +728,9 @@ class Engine:
             head = self.schedule.head
         if head is not None and head.is_assigned:
             worker = self.fleet.workers[head.worker_id]
-            if worker.host.address is None:
+            if worker.host.started_at is None:
                 return math.inf
-            started = max(worker.host.started_at or began, worker.begun_at)  # it may have moved to one that hosts more
+            started = max(worker.host.started_at, worker.begun_at)  # it may have moved to one that hosts more
         locked_at = 0.0 if self._preparation is None else self._preparation.locked_at
         return max(began, self._last_arrival, started, locked_at) + self._options.timeout
 

@@ -13,17 +13,16 @@ from rayloader.host.worker import HostedWorker
 from rayloader.protocol import Replica, Setup
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.lanes import WorkerLane
-from rayloader.transport.local_line import LineAddress
+from rayloader.transport.line import Line, LineSocket
 from rayloader.transport.pickler import note_fork
 
 
-def serve(replica: Replica, address: LineAddress, early: list[bytes]) -> None:
+def serve(replica: Replica, end: int) -> None:
     """Serves a line until it ends.
 
     Args:
         replica: the driver's own objects, as they were when it forked.
-        address: of the line.
-        early: messages that come before those of the line.
+        end: the descriptor of this process's end of the line.
     """
     note_fork()
     lane = WorkerLane()
@@ -36,5 +35,5 @@ def serve(replica: Replica, address: LineAddress, early: list[bytes]) -> None:
         worker.start(lambda: (replica, None), state)
         hosting.begins()
 
-    LineServer(hosting, lane, start).serve(address, early)
+    LineServer(hosting, lane, start).serve(Line(LineSocket(fileno=end)))
     hosting.end()

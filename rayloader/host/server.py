@@ -15,15 +15,12 @@ from rayloader.host.worker import BuildOrder
 from rayloader.protocol import Answer, Down, Served, Setup, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
-from rayloader.transport import local_line
-from rayloader.transport.lanes import Recycled, WorkerLane, pack, unpack
-from rayloader.transport.line import Line, LineError, packed
+from rayloader.transport.lanes import WorkerLane, pack, unpack
+from rayloader.transport.line import Line, packed
 
 # How often a busy process checks for new messages on its line, in seconds: it need not begin calls that were
 # cancelled.
 LOOK_SECONDS = 0.001
-
-Address = Any  # of a line: a LineAddress, or a TcpAddress
 
 _MANAGES = Down.START, Down.HURRY, Down.LEAVE
 
@@ -32,7 +29,7 @@ class LineServer:
     """The process's end of a line: carries out the calls that come over it, in order, and answers.
 
     Not the actor's class, because Ray wraps each method of that in a function of its own, and these run for each batch.
-    It owns the line and the memory for queued answers.
+    It owns the line.
 
     Args:
         hosting: carries out the calls.
@@ -47,27 +44,17 @@ class LineServer:
         self._lane = lane
         self._start = start
         self._line: Line | None = None
-        self._line_address: Address | None = None
-        self._copies: Recycled | None = None  # of data that cannot be sent at once
         self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
         self._looked = 0.0  # perf_counter(): when the line was checked last
         # Of the calls after the first number and up to the second, the tasks from the third on are cancelled.
         self._dropped = 0, 0, 0
 
-    def serve(self, address: Address, early: list[Any]) -> Served:
+    def serve(self, line: Line) -> Served:
         """Carries out over a line what `run`, `replay` and `resume` do, until the line ends.
 
-        It also ends, with the line left open for the next `serve`, if an answer has to go through Ray. `early` are
-        messages that come before those of the line.
+        It also ends, with the line left open, if an answer has to go through Ray.
         """
-        if self._line is None or self._line_address != address:
-            try:
-                self._line = self._connected(address)
-            except LineError as error:
-                return Served(refused=str(error))
-            self._line_address = address
-        line = self._line
-        self._take_in(early)
+        self._line = line
         while self._calls or not line.ended:
             self._attend(line)
             if not self._calls:
@@ -95,7 +82,7 @@ class LineServer:
             self._hosting.is_free()
         line.drain()
         self.hang_up()
-        return Served()
+        return Served(refused=line.fault)
 
     def _manage(self, kind: int, worker_id: int, *arguments: Any) -> None:
         """Begins, hurries or leaves a worker."""
@@ -124,11 +111,11 @@ class LineServer:
         if self._calls:
             if now - self._looked < LOOK_SECONDS and not line.unsent:
                 return
-            self._take_in(line.receive())
+            self.take_in(line.receive())
         elif not line.ended:
             if line.unsent:
                 line.wait()
-            self._take_in(line.receive() if line.unsent else line.receive_next())
+            self.take_in(line.receive() if line.unsent else line.receive_next())
             self._hosting.idle += time.perf_counter() - now
         self._looked = now
         if line.unsent:
@@ -136,7 +123,8 @@ class LineServer:
         if line.ended and line.hung_up:
             self._calls.clear()
 
-    def _take_in(self, messages: list[Any]) -> None:
+    def take_in(self, messages: list[Any]) -> None:
+        """Takes what has come over the line, or comes before it."""
         for message in map(unpack, messages):
             if message[0] == Down.DROP:
                 self._dropped = message[1:]
@@ -150,25 +138,9 @@ class LineServer:
             self._line is not None and self._line.ended and self._line.hung_up
         )
 
-    def _connected(self, address: Address) -> Line:
-        """A line that replaces the previous one, if there was one."""
-        self._end_line()
-        if isinstance(address, local_line.LineAddress):
-            return local_line.connect(address)
-        from rayloader.actors import tcp_line
-
-        self._copies = Recycled()
-        return tcp_line.connect(address, self._copies.room)
-
-    def _end_line(self) -> None:
-        line, self._line = self._line, None
-        copies, self._copies = self._copies, None
-        if line is not None:
-            line.close()
-        if copies is not None:
-            copies.close()
-
     def hang_up(self) -> None:
         """Ends the line, and drops the calls that came over it."""
         self._calls.clear()
-        self._end_line()
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()

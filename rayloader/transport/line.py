@@ -9,9 +9,10 @@ One thread at a time sends, and one reads; a second one leaves the work to the f
 called by any. This module does not import Ray, and does not know what a message means.
 
 NOTE [Forks]
-A forked child has the socket too. So `close` shuts the connection down, which every process sees, rather than only
-closing a descriptor of it. A child never uses a line, and closes nothing but its copy. A child of the worker that
-outlives it keeps a local connection open, and Ray's too: so the driver watches the worker's process itself.
+A forked child has the socket too, and closes its copy at once: it never uses a line, and the other end must learn of
+the parent's death, whatever the child does. A child that was not forked by Python keeps its copy. So `close` shuts the
+connection down, which every process sees, rather than only closing a descriptor of it; and the driver watches the
+process of a worker on its machine too.
 
 NOTE [Torn]
 A signal handler that raises in the middle of `read` may have lost data that was just read: then nothing more is
@@ -30,6 +31,7 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -37,12 +39,15 @@ from typing import Any, NamedTuple
 
 from rayloader.errors import RayloaderError
 
-_HEADER = struct.Struct("<QI")  # length of the message that follows the sizes, and how many buffers are behind it
+HEADER = struct.Struct("<QI")  # length of the message that follows the sizes, and how many buffers are behind it
 _SIZE = struct.Struct("<Q")  # of a buffer
 # Maximum bytes to read at once, for messages that are not longer than this.
 CHUNK_BYTES = 1 << 18
 # Messages up to this size are joined with their header: a copy costs less than a second part.
 JOINED_BYTES = 1 << 16
+# No message can be longer than this machine's memory, in bytes. User code may have written to the descriptor of a line:
+# then what comes is no message, and its length is anything.
+MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 _AT_ONCE = 64  # parts that one system call sends, or receives
 # How long a thread reads at most without waiting, in seconds: one that takes longer was interrupted.
 TORN_S = 10.0
@@ -51,7 +56,7 @@ NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # For a call that must not wait, even if the socket would.
 _NO_WAIT: int = getattr(socket, "MSG_DONTWAIT", 0)
 # A program may have restored SIGPIPE's default action: the death of the other end must not end it.
-_SENDING: int = getattr(socket, "MSG_NOSIGNAL", 0) | _NO_WAIT
+SENDING: int = getattr(socket, "MSG_NOSIGNAL", 0) | _NO_WAIT
 
 
 class LineError(RayloaderError):
@@ -98,6 +103,7 @@ class LineSocket(socket.socket):
     def __init__(self, family: int = socket.AF_UNIX, fileno: int | None = None) -> None:
         super().__init__(family, socket.SOCK_STREAM, fileno=fileno)
         self._pid = os.getpid()
+        _sockets.add(self)
 
     @property
     def is_ours(self) -> bool:
@@ -116,11 +122,24 @@ class LineSocket(socket.socket):
             self.end()
 
 
+_sockets: weakref.WeakSet[LineSocket] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    """In a forked child, see NOTE [Forks]."""
+    for copy in list(_sockets):
+        copy.end()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
 class Line:
     """One end of a line, connected.
 
     Attributes:
-        ended: whether the other end has closed, or died, and everything that it sent was read.
+        ended: whether the other end has closed, or died, and everything that it sent was read; or nothing more can be.
+        fault: why nothing more can be read, though it was sent; "" if that is not so.
         closed: whether this end has.
     """
 
@@ -139,6 +158,7 @@ class Line:
         self._sending, self._reading = threading.Lock(), threading.Lock()
         self.closed = False
         self.ended = False
+        self.fault = ""
         if connection is not None:
             self._connected(connection)
 
@@ -176,11 +196,11 @@ class Line:
         """Keeps a message for the next `flush`; do not write to its buffers before they are sent, or kept."""
         if isinstance(message, bytes):
             body, buffers = message, []
-            header = _HEADER.pack(len(body), 0)
+            header = HEADER.pack(len(body), 0)
         else:
             body, buffers = message.message, [view for view in message.buffers if view.nbytes]
             sizes = [view.nbytes for view in message.buffers]
-            header = _HEADER.pack(len(body), len(sizes)) + b"".join(map(_SIZE.pack, sizes))
+            header = HEADER.pack(len(body), len(sizes)) + b"".join(map(_SIZE.pack, sizes))
         if len(body) <= JOINED_BYTES:
             self._out.append(memoryview(header + body))
         else:
@@ -214,9 +234,9 @@ class Line:
         try:
             while out:
                 if len(out) == 1:
-                    sent = connection.send(out[0], _SENDING)
+                    sent = connection.send(out[0], SENDING)
                 else:
-                    sent = connection.sendmsg(islice(out, _AT_ONCE), (), _SENDING)
+                    sent = connection.sendmsg(islice(out, _AT_ONCE), (), SENDING)
                 while out and sent >= len(out[0]):
                     sent -= len(out.popleft())
                 if sent:
@@ -267,6 +287,9 @@ class Line:
             pass
         except OSError:  # it was reset: the end that closed it wants no answer
             self.ended = True
+        except (LineError, MemoryError) as error:
+            self.fault = str(error) or "this machine has no memory for a message of the process"
+            self.ended = True
         self._reading.release()
         return True
 
@@ -301,10 +324,11 @@ class Line:
         """Takes the complete messages out of the data; makes room for the rest of one."""
         begin, needed = 0, 0
         with memoryview(self._in) as view:
-            while self._filled - begin >= _HEADER.size:
-                length, count = _HEADER.unpack_from(view, begin)
-                start = begin + _HEADER.size + count * _SIZE.size
+            while self._filled - begin >= HEADER.size:
+                length, count = HEADER.unpack_from(view, begin)
+                start = begin + HEADER.size + count * _SIZE.size
                 end = start + length
+                _check(end - begin)
                 if end > self._filled:
                     needed = end - begin
                     break
@@ -313,7 +337,8 @@ class Line:
                     self._arrived.append(message)
                     begin = end
                     continue
-                sizes = [size for (size,) in _SIZE.iter_unpack(view[begin + _HEADER.size : start])]
+                sizes = [size for (size,) in _SIZE.iter_unpack(view[begin + HEADER.size : start])]
+                _check(sum(sizes))
                 begin = self._expect(message, sizes, end)
         size = max(needed, self.chunk_bytes)
         if begin == self._filled and size == len(self._in):
@@ -371,6 +396,15 @@ class Line:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
             self.close()
+
+
+def _check(nbytes: int) -> None:
+    """Raises LineError if no message can be that long."""
+    if nbytes > MOST_BYTES:
+        raise LineError(
+            f"a message begins as if it had {nbytes} bytes, more than this machine's memory ({MOST_BYTES}): something "
+            "else was written to the line. Let no code of the dataset write to descriptors that it has not opened"
+        )
 
 
 class ListeningLine(Line):

@@ -1,8 +1,9 @@
 """Lines whose ends are on one machine: how they connect.
 
-Promise: only a process of the same user on the same machine, in the same namespaces, can be at the other end. The
-driver listens on an abstract name with 128 random bits, which disappears with the socket, and the worker connects; each
-asks the kernel for the identity of the other. Nothing here blocks.
+Promise: only a process of the same user on the same machine, in the same namespaces, can be at the other end. A fork
+has its end of a `pair` from the start. For actors, the driver listens on an abstract name with 128 random bits, which
+disappears with the socket, and the worker connects; each asks the kernel for the identity of the other. Nothing here
+blocks.
 """
 
 from __future__ import annotations
@@ -32,27 +33,15 @@ class LineAddress(NamedTuple):
     machine: str  # boot, PID namespace and network namespace
 
 
-class DriverLine(ListeningLine):
-    """The driver's end.
+class WatchingLine(Line):
+    """The driver's end, which ends with the worker's process even if other processes have copies of the other end."""
 
-    Args:
-        may_enter: whether the process with this id, which belongs to the same user, may be at the other end.
+    _process = -1  # becomes readable with the death of the worker
 
-    Attributes:
-        address: for the worker to connect to.
-
-    Raises:
-        LineError: this system has no such sockets.
-    """
-
-    _process = -1  # becomes readable with the death of the worker, even if other processes have copies of its end
-
-    def __init__(self, may_enter: Callable[[int], bool]) -> None:
-        super().__init__()
-        self._may_enter = may_enter
-        listener = LineSocket()
-        self._listener = listener  # so that an interrupt finds it here
-        self.address = listen(listener, "line", 1)
+    def watch(self, pid: int) -> None:
+        """The worker's process is this one."""
+        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or it is dead already: that is heard too
+            self._process = os.pidfd_open(pid)
 
     def read(self, *, wait: bool = False) -> bool:
         """Reads what has arrived, and keeps it for `arrived`."""
@@ -71,6 +60,34 @@ class DriverLine(ListeningLine):
         dies = [] if self.ended or self._process < 0 else [(self._process, select.POLLIN)]
         return super().descriptors + dies
 
+    def close(self) -> None:
+        """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
+        process, self._process = self._process, -1
+        if process >= 0:
+            os.close(process)
+        super().close()
+
+
+class DriverLine(WatchingLine, ListeningLine):
+    """The driver's end of a line to an actor.
+
+    Args:
+        may_enter: whether the process with this id, which belongs to the same user, may be at the other end.
+
+    Attributes:
+        address: for the worker to connect to.
+
+    Raises:
+        LineError: this system has no such sockets.
+    """
+
+    def __init__(self, may_enter: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._may_enter = may_enter
+        listener = LineSocket()
+        self._listener = listener  # so that an interrupt finds it here
+        self.address = listen(listener, "line", 1)
+
     def _let_in(self, listener: LineSocket) -> None:
         came = self._came(listener)
         if came is None:
@@ -80,16 +97,21 @@ class DriverLine(ListeningLine):
         if uid != os.getuid() or not self._may_enter(pid):
             connection.close()  # a stranger who has read the name in /proc/net/unix
             return
-        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or it is dead already: Ray reports that too
-            self._process = os.pidfd_open(pid)
+        self.watch(pid)
         self._entered(connection)
 
-    def close(self) -> None:
-        """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
-        process, self._process = self._process, -1
-        if process >= 0:
-            os.close(process)
-        super().close()
+
+def pair() -> tuple[WatchingLine, socket.socket]:
+    """Both ends of a line: the driver's, and the one that a fork is to get.
+
+    Raises:
+        LineError: this process can have no further descriptors.
+    """
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise LineError(f"can't make a local socket: {error}") from error
+    return WatchingLine(LineSocket(fileno=ours.detach())), theirs
 
 
 def listen(listener: LineSocket, purpose: str, waiting: int) -> LineAddress:

@@ -1,10 +1,10 @@
 """How the processes of one fleet receive their tasks, and how their answers come: over lines, or by Ray calls.
 
 Promise: all kinds of `Channel` take the same calls and return the same messages, in the order in which the process sent
-them (see `Up` in protocol.py); a process that will not answer yields `ProcessLost` as its last message. Those to actors
-are in ray_channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over
-a line or from Ray, and lets any exception through that a signal handler raises meanwhile. No thread waits inside Ray.
-Channels are used under the lock of their epoch; any thread may wait.
+them (see `Up` in protocol.py); a process that will not answer yields `ProcessLost` as its last message. Those to forks
+are in forks.py, those to actors in ray_channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns
+when something has come, over a line or from Ray, and lets any exception through that a signal handler raises meanwhile.
+No thread waits inside Ray. Channels are used under the lock of their epoch; any thread may wait.
 
 NOTE [waiting]
 Python runs signal handlers in the main thread. If that thread waits in `ray.get` or `ray.wait`, Ray calls the handlers
@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
 import select
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -29,19 +27,13 @@ from typing import Any
 from typing_extensions import override
 
 from rayloader.interrupts import Waker
-from rayloader.protocol import Down, Setup, Up
+from rayloader.protocol import Down, Setup
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport.lanes import Lent, Room, to_wire
-from rayloader.transport.line import Line, unpacked
-from rayloader.transport.local_line import DriverLine
-from rayloader.transport.memory_file import FileAddress
+from rayloader.transport.line import Line
 from rayloader.workers.process import Process
-
-# How many bytes of messages a fork is told as it is made: the start of a worker, and its first tasks. What does not fit
-# follows over the line, once the user asks for a batch.
-EARLY_BYTES = 1 << 14
 
 NONE_YET: Any = object()  # in place of the answer to a Ray call
 Message = Any  # a tuple that begins with an `Up`, ProcessLost or LineRefused
@@ -211,108 +203,6 @@ class LineCalls(Channel):
         self._send((Down.DROP, after_call, self.process.calls, from_task))
 
 
-class ForkCalls(LineCalls):
-    """The line to a fork, over which it is told everything.
-
-    Args:
-        process: the fork.
-        mailbox: of its fleet.
-        line: its driver's end.
-        fork: makes the process, and tells it messages.
-    """
-
-    def __init__(
-        self, process: Process, mailbox: Mailbox, line: DriverLine, fork: Callable[[list[bytes]], object]
-    ) -> None:
-        super().__init__(process, mailbox)
-        self._line = line
-        self._fork = fork
-        # What it is told as it is forked, so that the driver need not accept its connection first; None: it was forked.
-        self._early: list[bytes] | None = []
-        self._arena: FileAddress | None = None  # that the fork was told
-        self._starts: deque[Started] = deque()  # not answered, oldest first
-
-    @override
-    def start(self, source: Any, setup: Setup, state: WorkerState | None) -> Started:
-        self._manage(Down.START, setup.worker_id, setup, state)
-        self._starts.append(Started())
-        return self._starts[-1]
-
-    @override
-    def hurry(self, worker_id: int) -> None:
-        self._manage(Down.HURRY, worker_id)
-
-    @override
-    def leave(self, worker_id: int) -> None:
-        self._manage(Down.LEAVE, worker_id)
-
-    def _manage(self, kind: int, worker_id: int, *arguments: Any) -> None:
-        self.process.calls += 1
-        self._send((kind, worker_id, self.process.calls, *arguments))
-
-    @override
-    def _send(self, message: Any, *, carries: bool = False) -> None:
-        if carries:
-            raise TypeError(
-                "the sampler yields references to Ray's objects, which a forked worker cannot get; create the loader "
-                'with workers="ray"'
-            )
-        pickled, early = pickle.dumps(message, pickle.HIGHEST_PROTOCOL), self._early
-        if early is not None and not self._line.unsent and sum(map(len, early)) + len(pickled) <= EARLY_BYTES:
-            early.append(pickled)
-        else:
-            self._line.queue(pickled)
-
-    @override
-    def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
-        lent, room = self.process.lane.lend(self._arena) or (None, None)
-        if lent is not None:
-            self._arena = lent.arena.address
-        return lent, room
-
-    @override
-    def flush(self) -> None:
-        early, self._early = self._early, None
-        if early is not None:
-            self._fork(early)
-        self._line.flush()
-
-    @override
-    def descriptors(self) -> Iterator[tuple[int, int]]:
-        yield from self._line.descriptors
-
-    @property
-    @override
-    def quiet_line(self) -> Line | None:
-        return self._line if self._line.is_quiet else None
-
-    @override
-    def read(self) -> None:
-        self._line.read()
-
-    @override
-    def receive(self) -> list[Message]:
-        line = self._line
-        if line.unsent:
-            line.flush()
-        messages = []
-        for message in map(unpacked, line.arrived()):
-            if message[0] != Up.MANAGED:
-                messages.append(message)
-            elif message[3] == Down.START:
-                self._starts.popleft().succeeded = True
-        if line.refused:
-            self.close()
-            messages.append(LineRefused(line.refused))
-        elif line.ended and not line.closed:
-            messages.append(self._lost(None))
-        return messages
-
-    @override
-    def close(self) -> None:
-        self._line.close()
-
-
 class Mailbox:
     """The channels of one fleet, and the answers to its Ray calls. Any thread may wait.
 
@@ -329,7 +219,7 @@ class Mailbox:
         self._waker = Waker(later)
         self._waiting = 0  # threads that wait
         self._descriptors: dict[Channel, tuple[tuple[int, int], ...]] = {}
-        self._owners: dict[int, Channel] = {}  # by descriptor
+        self._owners: dict[int, set[Channel]] = {}  # by descriptor; forks share the one of their zygote
         self._poll: Any = None  # of these descriptors; None while a thread has it, or when they have changed
         self._changes = 0  # counts the changes of these descriptors
         self._ready: set[Channel | None] = set()  # that have something to receive
@@ -451,9 +341,12 @@ class Mailbox:
         if descriptors == before:
             return
         for descriptor, _ in before:
-            if self._owners.get(descriptor) is channel:  # else it was closed, and its number now belongs to another
-                del self._owners[descriptor]
-        self._owners.update((descriptor, channel) for descriptor, _ in descriptors)
+            owners = self._owners.get(descriptor, set())  # an interrupt may have come after some
+            owners.discard(channel)
+            if not owners:
+                self._owners.pop(descriptor, None)
+        for descriptor, _ in descriptors:
+            self._owners.setdefault(descriptor, set()).add(channel)
         self._descriptors[channel] = descriptors
         if not descriptors:
             del self._descriptors[channel]
@@ -489,6 +382,6 @@ class Mailbox:
         for descriptor, _ in found:
             if descriptor == self._waker.descriptor:
                 self._waker.heard()
-            elif descriptor in self._owners:
-                self._ready.add(self._owners[descriptor])
+            else:
+                self._ready.update(self._owners.get(descriptor, ()))
         return bool(found)

@@ -1,33 +1,38 @@
 """The forks of one fleet: made by a zygote, and reached over lines.
 
-Promise: each fork sees the program as it was when the fleet began. If the zygote is killed, and its forks with it,
-another one is forked from the program as it is by then, which the log says: batches that are built again are compared
-with the delivered ones.
+Promise: each fork sees the program as it was when the fleet began. If the zygote is killed, and its forks with it, or
+if it does not answer, another one is forked from the program as it is by then, which the log says: batches that are
+built again are compared with the delivered ones.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import math
 import os
+import pickle
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
-from rayloader.errors import RayloaderError, exit_in_words
+from rayloader.errors import exit_in_words
 from rayloader.namespaces import own_modules
-from rayloader.protocol import WorkerAddress
-from rayloader.transport.local_line import DriverLine, LineAddress
-from rayloader.transport.memory_file import this_machine
-from rayloader.workers.connection import Channel, ForkCalls, Mailbox
+from rayloader.protocol import Down, Setup, Up, WorkerAddress
+from rayloader.resume.snapshot import WorkerState
+from rayloader.transport.lanes import Lent, Room
+from rayloader.transport.line import Line, LineError, unpacked
+from rayloader.transport.local_line import WatchingLine, pair
+from rayloader.transport.memory_file import FileAddress, this_machine
+from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, Started
 from rayloader.workers.janitor import janitor
-from rayloader.workers.process import NeverStarts, Process
+from rayloader.workers.process import Process
 from rayloader.workers.processes import Processes
-from rayloader.workers.zygote import Zygote
+from rayloader.workers.zygote import SILENCE_SECONDS, Zygote
 
 logger = logging.getLogger("rayloader")
 
@@ -38,82 +43,184 @@ class Fork(Process):
 
     kind = "fork"
     zygote: Zygote
-    line: LineAddress | None = None  # that it serves, once it was asked for
+    number: int = 0  # the zygote's, once it was asked for
+    _is_asked: bool = False  # the zygote, how it has ended
 
     @override
     def has_started(self) -> bool:
-        if self.address is None and self.line is not None and (reason := self._why_not()):
-            raise NeverStarts(reason)
+        if self.address is None:
+            self.zygote.read()
+            if pid := self.zygote.pids.get(self.number):
+                self.address = WorkerAddress(pid, "", socket.gethostname(), True, this_machine())
         return self.address is not None
 
-    def _why_not(self) -> str:
-        """Why it will not connect; an empty text if it may."""
+    def is_lost(self, *, has_ended: bool) -> bool:
+        """Whether it will not work any more, and all is known that `cause` can say. `has_ended`: its line has."""
         if not self.zygote.lives:
-            return "the process that forks workers was killed"
-        if self.line.name in self.zygote.failed:  # type: ignore[union-attr]
-            return f"no process could be forked: {self.zygote.failed[self.line.name]}"  # type: ignore[union-attr]
-        # Its zygote is asked, for which no descriptor is needed: perhaps none is left.
-        return "" if self.pid is None or self.zygote.status(self.pid, wait=False) is None else self.cause(None)
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id, as far as it is known."""
-        if self.address is not None:
-            return self.address.pid
-        return None if self.line is None else self.zygote.forked.get(self.line.name)
+            return has_ended or self.address is None
+        if has_ended and not self._is_asked:
+            self._is_asked = True
+            self.zygote.ask_status(self.number)
+        return has_ended and self.number in self.zygote.statuses
 
     @override
     def cause(self, error: Exception | None) -> str:
         if error is not None:
             return str(error)
-        status = None if self.pid is None else self.zygote.status(self.pid)
+        if self.number in self.zygote.failed:
+            return f"no process could be forked: {self.zygote.failed[self.number]}"
+        status = self.zygote.statuses.get(self.number)
         if status is None:
             return "its process has ended; neither a signal nor an exit code is known"
         return exit_in_words(os.waitstatus_to_exitcode(status))
 
-    def enters(self, pid: int) -> bool:
-        """Whether a process that has connected to its line is this one; it then has started."""
-        try:
-            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:  # it has died already
-            return False
-        if int(parent) != self.zygote.pid:
-            return False
-        self.address = WorkerAddress(pid, "", socket.gethostname(), True, this_machine())
-        self.started_at = time.monotonic()
-        return True
+
+class ForkCalls(LineCalls):
+    """The line to a fork, over which it is told everything.
+
+    Args:
+        process: the fork.
+        mailbox: of its fleet.
+        line: its driver's end.
+    """
+
+    process: Fork
+
+    def __init__(self, process: Fork, mailbox: Mailbox, line: WatchingLine) -> None:
+        super().__init__(process, mailbox)
+        self._line = line
+        self._is_known = False  # the process
+        self._arena: FileAddress | None = None  # that the fork was told
+        self._starts: deque[Started] = deque()  # not answered, oldest first
+
+    @override
+    def start(self, source: Any, setup: Setup, state: WorkerState | None) -> Started:
+        self._manage(Down.START, setup.worker_id, setup, state)
+        self._starts.append(Started())
+        return self._starts[-1]
+
+    @override
+    def hurry(self, worker_id: int) -> None:
+        self._manage(Down.HURRY, worker_id)
+
+    @override
+    def leave(self, worker_id: int) -> None:
+        self._manage(Down.LEAVE, worker_id)
+
+    def _manage(self, kind: int, worker_id: int, *arguments: Any) -> None:
+        self.process.calls += 1
+        self._send((kind, worker_id, self.process.calls, *arguments))
+
+    @override
+    def _send(self, message: Any, *, carries: bool = False) -> None:
+        if carries:
+            raise TypeError(
+                "the sampler yields references to Ray's objects, which a forked worker cannot get; create the loader "
+                'with workers="ray"'
+            )
+        self._line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    @override
+    def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
+        lent = self.process.lane.lend(self._arena)
+        if lent is None:
+            return None, None
+        self._arena = lent[0].arena.address
+        return lent
+
+    @override
+    def flush(self) -> None:
+        self._line.flush()
+
+    @property
+    def _awaits_zygote(self) -> bool:
+        """Whether the zygote is to say which process it is, or how it has ended."""
+        return not self._line.closed and (self._line.ended or not self._is_known)
+
+    @override
+    def descriptors(self) -> Iterator[tuple[int, int]]:
+        yield from self._line.descriptors
+        if self._awaits_zygote:
+            yield from self.process.zygote.descriptors
+
+    @property
+    @override
+    def quiet_line(self) -> Line | None:
+        return self._line if self._line.is_quiet and self._is_known else None
+
+    @property
+    @override
+    def patience(self) -> float:
+        if not self._awaits_zygote:
+            return super().patience
+        left = self.process.zygote.patience
+        return max(0.0, left) if left < math.inf else 0.0  # then another channel has taken the answer
+
+    @override
+    def read(self) -> None:
+        self._line.read()
+
+    @override
+    def receive(self) -> list[Message]:
+        line = self._line
+        if line.unsent:
+            line.flush()
+        messages = []
+        for message in map(unpacked, line.arrived()):
+            if message[0] != Up.MANAGED:
+                messages.append(message)
+            elif message[3] == Down.START:
+                self._starts.popleft().succeeded = True
+        if not self._is_known and not line.closed and self.process.has_started():
+            line.watch(self.process.address.pid)  # type: ignore[union-attr]
+            self._is_known = True
+        if line.fault and not line.closed:
+            messages.append(self._lost(LineError(line.fault)))
+        elif self._awaits_zygote and self.process.is_lost(has_ended=line.ended):
+            messages.append(self._lost(None))
+        return messages
+
+    @override
+    def close(self) -> None:
+        self._line.close()
 
 
 class Forks(Processes):
     """The forks of one fleet.
 
     Args:
-        work: what a fork does with its line, and with messages that come before those of the line.
+        work: what a fork does with the descriptor of its end of its line.
     """
 
-    def __init__(self, work: Callable[[LineAddress, list[bytes]], object]) -> None:
+    def __init__(self, work: Callable[[int], object]) -> None:
         janitor.start()
         own_modules()  # examines those that have been imported since: or each fork would do that
-        self._new_zygote = functools.partial(Zygote, work)
-        self.zygote = self._new_zygote()
+        self._work = work
+        self.zygote = Zygote(work)
+        self._silent: list[Zygote] = []  # replaced; they may have forks that work
         self._forks: list[Fork] = []
 
     @override
     def lend(self, count: int, *, fresh: bool = True) -> list[Fork]:
         if not self.zygote.lives:
-            logger.warning(
-                "rayloader: the process that forks workers was killed, and they with it; workers are forked from the "
-                "program as it is now"
+            why = (
+                f"has not answered for {SILENCE_SECONDS:g} s"
+                if self.zygote.descriptors
+                else "was killed, and they with it"
             )
-            self.zygote = self._new_zygote()
+            logger.warning(
+                "rayloader: the process that forks workers %s; workers are forked from the program as it is now", why
+            )
+            self._silent.append(self.zygote)
+            self.zygote = Zygote(self._work)
         new = [Fork(self.zygote) for _ in range(count)]
         self._forks += new
         return new
 
     @override
     def kill(self, process: Fork) -> None:
-        if process in self._forks and process.pid is not None:
-            process.zygote.kill(process.pid)
+        if process in self._forks:
+            process.zygote.kill(process.number)
         self.give_back(process)
 
     @override
@@ -124,7 +231,8 @@ class Forks(Processes):
 
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
-        self.zygote.close()
+        for zygote in (*self._silent, self.zygote):
+            zygote.close()
         for fork in self._forks:
             fork.let_go()
         self._forks.clear()
@@ -132,17 +240,15 @@ class Forks(Processes):
 
     @override
     def channel(self, process: Fork, mailbox: Mailbox) -> Channel:
-        line = DriverLine(process.enters)
-        process.line = line.address
-        return ForkCalls(process, mailbox, line, functools.partial(process.zygote.fork, line.address))
+        line, theirs = pair()
+        with theirs:
+            process.number = process.zygote.fork(theirs)
+        process.started_at = time.monotonic()
+        return ForkCalls(process, mailbox, line)
 
     @override
     def sources(self, others: list[Fork]) -> Callable[[Fork], None]:
         return _nothing
-
-    @override
-    def refused(self, process: Fork, reason: str) -> None:
-        raise RayloaderError(f"a forked worker could not connect to this process: {reason}")
 
 
 def _nothing(*_: object) -> None:

@@ -29,7 +29,7 @@ class Process:
     kind: ClassVar[str]
     created_at: float = field(default_factory=time.monotonic)
     address: WorkerAddress | None = None
-    started_at: float | None = None  # time.monotonic() when it was first seen to run
+    started_at: float | None = None  # time.monotonic() when it was seen to run; of a fork, asked for
     lane: ArenaLane = field(default_factory=ArenaLane)
     calls: int = 0  # made over a channel
     lost: bool = False  # given up by the fleet that had it

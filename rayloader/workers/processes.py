@@ -96,8 +96,7 @@ class Processes(ABC):
         """Whether the workers of a draining process must leave it at once, although others are coming."""
         return False
 
-    @abstractmethod
-    def refused(self, process: Any, reason: str) -> None:
+    def refused(self, process: Any, reason: str) -> None:  # noqa: B027
         """A process cannot be reached over a line."""
 
     def verdict(self, pending: list[Any], of: int, *, others: bool) -> Verdict:

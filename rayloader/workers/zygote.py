@@ -10,17 +10,23 @@ one thread, so the kernel may kill its forks with that. When the driver closes t
 `END_SECONDS` to end by themselves, as torch's workers have.
 
 NOTE [Reaping]. A fork that has ended stays a zombie of the zygote until the driver asks for its status, or until the
-zygote ends: so its number belongs to no other process. Zygotes that have ended are waited for by `reap`.
+zygote ends: so its process id belongs to no other process. Zygotes that have ended are waited for by `reap`.
+
+NOTE [Silence]. The zygote may be stopped (`SIGSTOP`, a debugger), and then answers nothing, while its forks work on. So
+the driver never waits for it: questions are sent, and answers are read when they have come. After `SILENCE_SECONDS`
+without an answer it counts as dead, for the questions that are open and for new forks. It is killed only when it is
+closed and late, because its forks are killed with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import gc
 import itertools
-import logging
+import math
 import os
 import pickle
 import select
@@ -35,31 +41,32 @@ from typing import Any, NoReturn
 
 from rayloader._compat import run_as_process
 from rayloader.errors import WorkerStartError
-from rayloader.transport.line import poll
-from rayloader.transport.local_line import LineAddress, flush_streams
+from rayloader.transport.line import SENDING, poll
+from rayloader.transport.local_line import flush_streams
 
 # How long forks may continue after the end of their lines: as long as torch waits for a worker.
 END_SECONDS = 5.0
-# How long the zygote may take to answer, in seconds; it is idle.
-ANSWER_SECONDS = 10.0
+# After so many seconds in which it has answered nothing that it was asked, a zygote counts as dead. It is idle, so what
+# takes longest is to fork a program with a lot of memory, and to wait a second for the end of a fork.
+SILENCE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_MESSAGE_BYTES = 1 << 16  # much more than what forks are told early
-
-logger = logging.getLogger("rayloader")
+_MESSAGE_BYTES = 1 << 12  # more than any message has
+_CLOSED_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 _libc = ctypes.CDLL(None)  # loaded before there are forks
 
 
 class Zygote:
-    """The driver's end.
+    """The driver's end. Nothing here waits for answers; see NOTE [Silence].
 
     Args:
-        work: what a fork does with the line that it is to serve, and with messages that come before those of the line.
+        work: what a fork does with the descriptor of its end of a line.
 
     Attributes:
-        forked: processes, by the names of the lines that they are to serve.
+        pids: of the processes that were forked, by their numbers.
         failed: why no process could be forked, by the same.
+        statuses: how those have ended that it was asked for, as `os.waitpid` says; None if it does not know.
 
     Raises:
         WorkerStartError: no process can be forked.
@@ -67,12 +74,15 @@ class Zygote:
 
     _control: socket.socket | None = None
 
-    def __init__(self, work: Callable[[LineAddress, list[bytes]], object]) -> None:
+    def __init__(self, work: Callable[[int], object]) -> None:
         self._driver = os.getpid()
         self._lock = threading.RLock()
-        self._statuses: dict[int, int] = {}
-        self.forked: dict[str, int] = {}
-        self.failed: dict[str, str] = {}
+        self._numbers = itertools.count(1)
+        self._unanswered = 0  # questions
+        self._heard_at = 0.0  # time.monotonic(): of its last answer, or of the first question after that
+        self.pids: dict[int, int] = {}
+        self.failed: dict[int, str] = {}
+        self.statuses: dict[int, int | None] = {}
         self._pids: list[int] = []
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _live.add(self)
@@ -99,47 +109,65 @@ class Zygote:
         """Of the zygote; 0 if there is none."""
         return self._pids[0] if self._pids else 0
 
-    def fork(self, address: LineAddress, early: list[bytes]) -> None:
-        """Lets it fork a process that serves this line, after some messages; the process connects to it."""
-        self._tell(("fork", address, early))
+    def fork(self, end: socket.socket) -> int:
+        """Lets it fork a process, which gets this end of a line; returns the number of that process.
 
-    def kill(self, pid: int) -> None:
+        If there will be no such process, the line ends, or the zygote does not live.
+        """
+        number = next(self._numbers)
+        self._ask(("fork", number), end)
+        return number
+
+    def kill(self, number: int) -> None:
         """Kills a fork."""
-        self._tell(("kill", pid))
+        self._tell(("kill", number))
+
+    def ask_status(self, number: int) -> None:
+        """Asks how a fork has ended, whose line has."""
+        self._ask(("status", number))
 
     @property
     def lives(self) -> bool:
-        """Whether it can fork."""
+        """Whether it may answer what it was asked, and can fork."""
+        self.read()
+        return self._control is not None and self.patience > 0
+
+    def read(self) -> None:
+        """Takes the answers that have come."""
         with self._lock:
             while self._read():
                 pass
-            return self._control is not None
 
-    def status(self, pid: int, *, wait: bool = True) -> int | None:
-        """How a fork has ended, as `os.waitpid` says; None if nobody knows, or if it lives.
+    @property
+    def patience(self) -> float:
+        """How many seconds are left for its next answer; infinitely many if it owes none."""
+        return self._heard_at + SILENCE_SECONDS - time.monotonic() if self._unanswered else math.inf
 
-        Args:
-            pid: of the fork.
-            wait: for a moment, because its line has ended.
-        """
-        until = time.monotonic() + ANSWER_SECONDS
-        with self._lock:
-            if self._statuses.get(pid) is None:
-                self._statuses.pop(pid, None)
-                self._tell(("status", pid, wait))
-            while pid not in self._statuses and self._read(until - time.monotonic()):
-                pass
-            return self._statuses.get(pid)
-
-    def _tell(self, message: tuple[Any, ...]) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it is dead: the ends of its forks' lines show that too
-            if self._control is not None:
-                self._control.sendall(pickle.dumps(message))
-
-    def _read(self, timeout: float = 0.0) -> bool:
-        """Takes one message, waiting for it; False if there is none."""
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """What to wait for until it has answered, with the events of `select.poll`."""
         control = self._control
-        if control is None or not poll(control.fileno(), select.POLLIN, max(0, int(timeout * 1000))):
+        return [] if control is None else [(control.fileno(), select.POLLIN)]
+
+    def _ask(self, question: tuple[Any, ...], *files: socket.socket) -> None:
+        with self._lock:
+            if not self._unanswered:
+                self._heard_at = time.monotonic()
+            self._unanswered += 1
+            self._tell(question, *files)
+
+    def _tell(self, message: tuple[Any, ...], *files: socket.socket) -> None:
+        with self._lock, contextlib.suppress(OSError):  # it is dead, or does not read: `lives` shows that
+            if not self.lives or (control := self._control) is None:
+                return
+            # There is room, unless it has been told hundreds of things at once.
+            if poll(control.fileno(), select.POLLOUT, int(1000 * min(self.patience, SILENCE_SECONDS))):
+                socket.send_fds(control, [pickle.dumps(message)], [file.fileno() for file in files], SENDING)
+
+    def _read(self) -> bool:
+        """Takes one message; False if there is none."""
+        control = self._control
+        if control is None or not poll(control.fileno(), select.POLLIN, 0):
             return False
         message = b""
         with contextlib.suppress(OSError):
@@ -148,13 +176,14 @@ class Zygote:
             self.close()
             return False
         match pickle.loads(message):
-            case ("status", pid, status):
-                self._statuses[pid] = status
-            case ("forked", name, pid):
-                self.forked[name] = pid
-                self._statuses.pop(pid, None)  # of an earlier process of that number
-            case ("failed", name, reason):
-                self.failed[name] = reason
+            case ("status", number, status):
+                self.statuses[number] = status
+            case ("forked", number, pid):
+                self.pids[number] = pid
+            case ("failed", number, reason):
+                self.failed[number] = reason
+        self._unanswered -= 1  # last: after an interrupt it is still owed
+        self._heard_at = time.monotonic()
         return True
 
     def close(self) -> None:
@@ -163,8 +192,9 @@ class Zygote:
         if control is not None:
             if os.getpid() == self._driver:
                 with contextlib.suppress(OSError):
-                    control.shutdown(socket.SHUT_RDWR)  # a fork of the driver may have a copy
-                _ending.extend([self.pid] if self.pid else [])
+                    control.shutdown(socket.SHUT_RDWR)  # a child of the driver may have a copy
+                if self.pid:
+                    _ending[self.pid] = time.monotonic() + END_SECONDS + 1.0
             control.close()
 
     def __del__(self) -> None:
@@ -182,19 +212,25 @@ def _fork(pids: list[int]) -> None:
 
 
 _live: weakref.WeakSet[Zygote] = weakref.WeakSet()
-_ending: list[int] = []  # processes that were zygotes, and have not been waited for
+# Processes that were zygotes, and have not been waited for: when they are late, time.monotonic().
+_ending: dict[int, float] = {}
 
 
 def reap() -> bool:
-    """Waits for no zygote, but leaves none behind that has ended; returns whether some are about to end."""
-    for pid in list(_ending):
+    """Waits for no zygote, but leaves none behind that has ended; returns whether some are about to end.
+
+    One that is late is killed, and the kernel kills its forks: it was stopped.
+    """
+    for pid, late in list(_ending.items()):
         try:
             lives = os.waitpid(pid, os.WNOHANG)[0] == 0
         except ChildProcessError:  # the program waits for all its children
             lives = False
         if not lives:
-            with contextlib.suppress(ValueError):  # another thread has waited for it
-                _ending.remove(pid)
+            _ending.pop(pid, None)
+        elif time.monotonic() > late:
+            with contextlib.suppress(ProcessLookupError):  # another thread has waited for it
+                os.kill(pid, signal.SIGKILL)
     return bool(_ending)
 
 
@@ -202,25 +238,29 @@ def end_all() -> None:
     """Ends all zygotes and their forks."""
     for zygote in list(_live):
         zygote.close()
-    until = time.monotonic() + END_SECONDS + 1.0
+    until = time.monotonic() + END_SECONDS + 2.0
     while reap() and time.monotonic() < until:
         time.sleep(0.002)
 
 
-os.register_at_fork(after_in_child=_ending.clear)  # they are the parent's
+def _forget() -> None:
+    """In a forked child: they are the parent's."""
+    _ending.clear()
+    for zygote in list(_live):
+        zygote.close()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 # ---- in the zygote
 
 
 def _serve(
-    control: socket.socket,
-    driver: int,
-    work: Callable[[LineAddress, list[bytes]], object],
-    blocked: set[int | signal.Signals],
+    control: socket.socket, driver: int, work: Callable[[int], object], blocked: set[int | signal.Signals]
 ) -> NoReturn:
     """Serves the control socket until the driver closes it, or ends."""
-    forks: list[int] = []
+    forks: dict[int, int] = {}  # process ids, by number
     with contextlib.suppress(BaseException):
         collects = gc.isenabled()
         gc.disable()
@@ -235,44 +275,50 @@ def _serve(
         with contextlib.suppress(OSError, AttributeError):
             waits.register(os.pidfd_open(driver), select.POLLIN)
         while os.getppid() == driver and control.fileno() in [ready for ready, _ in waits.poll()]:
-            message = control.recv(_MESSAGE_BYTES)
+            message, ends, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 1, _CLOSED_ON_EXEC)
             if not message:
                 break
-            match pickle.loads(message):
-                case ("fork", address, early):
-                    serve = functools.partial(run_as_process, functools.partial(work, address, early))
-                    forks += _forked(control, address.name, serve, collects=collects)
-                case ("kill", pid):
-                    if pid in forks:
-                        os.kill(pid, signal.SIGKILL)
-                case ("status", pid, wait):
-                    status = _status(pid, wait) if pid in forks else None
-                    if status is not None:
-                        forks.remove(pid)
-                    control.sendall(pickle.dumps(("status", pid, status)))
+            kind, number = pickle.loads(message)
+            answer: int | str | None = None
+            if kind == "kill":
+                if number in forks:
+                    os.kill(forks[number], signal.SIGKILL)
+                continue
+            if kind == "status":
+                if number in forks and (answer := _status(forks[number])) is not None:
+                    del forks[number]
+            else:
+                try:
+                    forks[number] = answer = _forked(control, ends, work, collects=collects)
+                    kind = "forked"
+                except OSError as error:
+                    kind, answer = "failed", str(error)
+            control.sendall(pickle.dumps((kind, number, answer)))
+            for end in ends:  # now only the fork has it, and the line ends with that
+                os.close(end)
     with contextlib.suppress(BaseException):
-        _end(forks)
+        _end(list(forks.values()))
     os._exit(0)
 
 
-def _forked(control: socket.socket, name: str, work: Callable[[], int], *, collects: bool) -> list[int]:
-    """Forks a process that does this, and nothing else; returns its id. `name`: of the line that it serves, if any."""
+def _forked(control: socket.socket, ends: list[int], work: Callable[[int], object], *, collects: bool) -> int:
+    """Forks a process that serves a line, and does nothing else; returns its id.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    if not ends:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # the system has closed the end of the line
     zygote = os.getpid()
-    try:
-        pid = os.fork()
-    except OSError as error:
-        control.sendall(pickle.dumps(("failed", name, str(error))))
-        return []
+    pid = os.fork()
     if pid:
-        control.sendall(pickle.dumps(("forked", name, pid)))
-        return [pid]
+        return pid
     code = 1
     with contextlib.suppress(BaseException):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != zygote:  # it has died before that
             os._exit(1)
-        if name:
-            control.close()
+        control.close()
         # Not ignored, because what the user's code starts would ignore it too.
         signal.signal(signal.SIGINT, _nothing)
         if hasattr(_libc, "mallopt"):  # of glibc: freed blocks are kept, for fresh pages are a loader's main cost
@@ -280,7 +326,7 @@ def _forked(control: socket.socket, name: str, work: Callable[[], int], *, colle
             _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         if collects:
             gc.enable()
-        code = work()
+        code = run_as_process(functools.partial(work, *ends))
     os._exit(code)
 
 
@@ -288,13 +334,12 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _status(pid: int, wait: bool) -> int | None:
-    """How a fork has ended; None: it lives. `wait`: for a moment, because its line has ended."""
-    if wait:
-        with contextlib.suppress(OSError):
-            process = os.pidfd_open(pid)
-            poll(process, select.POLLIN, 1000)
-            os.close(process)
+def _status(pid: int) -> int | None:
+    """How a fork has ended whose line has; None: it lives, a second later."""
+    with contextlib.suppress(OSError):
+        process = os.pidfd_open(pid)
+        poll(process, select.POLLIN, 1000)
+        os.close(process)
     found, status = os.waitpid(pid, os.WNOHANG)
     return status if found else None
 

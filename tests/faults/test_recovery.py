@@ -1,5 +1,6 @@
 """Workers that die in ways that the table does not have: several, again and again, in loaders of every kind."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -472,7 +473,7 @@ def test_sigterm_is_not_blamed_on_the_batch_as_an_exit_of_its_own_is(faults):
 
 
 class Forks(Dataset):
-    """The worker forks a child that outlives it, and dies over sample 5."""
+    """The worker forks a child that outlives it, with copies of its descriptors, and dies over sample 5."""
 
     def __init__(self, faults, pipe):
         self.faults, self.pipe = faults, str(pipe)
@@ -483,17 +484,22 @@ class Forks(Dataset):
 
     def __getitem__(self, index):
         if index == 5 and not self.faults.struck():
+            for number in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.dup(int(number))
             if not os.fork():
                 with open(self.pipe) as pipe:
-                    pipe.read()
+                    pipe.read(1)
                 os._exit(0)
             self.faults.strike("__getitem__")
         return index
 
 
-def test_a_worker_is_dead_though_a_child_of_it_lives(faults, tmp_path):
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_a_worker_is_dead_though_a_child_of_it_lives(workers, faults, tmp_path):
     dataset = Forks(faults, tmp_path / "pipe")
     faults.plan("__getitem__", "SIGKILL")
-    pipe = os.open(dataset.pipe, os.O_RDWR)  # the child reads until this is closed
-    assert list(DataLoader(dataset, None, num_workers=1, timeout=HANG_LIMIT)) == list(range(10))
+    pipe = os.open(dataset.pipe, os.O_RDWR)
+    assert list(DataLoader(dataset, None, num_workers=1, workers=workers, timeout=HANG_LIMIT)) == list(range(10))
+    os.write(pipe, b"!")  # the child ends
     os.close(pipe)

@@ -4,6 +4,7 @@ See also script_forks.py; Ctrl-C and the death of the program in test_scripts.py
 test_kinds_of_datasets.py.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -126,6 +127,59 @@ def test_a_killed_zygote_takes_its_forks_along_and_all_are_replaced(kind, also_w
     assert len(told) == 1
 
 
+def stop(pid):
+    """Stops a process, which then is stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_zygote_counts_as_dead_but_not_its_workers(kind, monkeypatch, caplog):
+    monkeypatch.setattr(zygote, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(zygote, "END_SECONDS", 0.5)
+    iterator = iter(load(KINDS[kind](), prefetch_factor=2))
+    batches = [next(iterator).tolist() for _ in range(3)]
+    stopped, other = psutil.Process(pid_of_zygote(iterator)), pid_of(iterator, 0)
+    stop(stopped.pid)
+    kill_worker(iterator, 1)
+    batches += [next(iterator).tolist() for _ in range(8)]
+    assert pid_of(iterator, 0) == other
+    assert [batches + taken(iterator)] == torchs(kind, prefetch_factor=2)
+    assert [line for line in lines(caplog) if "the process that forks workers has not answered for" in line]
+    assert len(lines(caplog)) == 2
+    stopped.wait(EXIT_LIMIT)
+
+
+def test_a_zygote_that_is_stopped_before_it_has_forked(monkeypatch):
+    def stopped(self, end, fork=zygote.Zygote.fork):
+        if not stops:
+            stop(self.pid)
+            stops.append(self.pid)
+        return fork(self, end)
+
+    stops = []
+    monkeypatch.setattr(zygote.Zygote, "fork", stopped)
+    iterator = iter(load(Drawing(), timeout=0.5))
+    with pytest.raises(BatchTimeoutError):
+        next(iterator)
+    monkeypatch.setattr(zygote, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(zygote, "END_SECONDS", 0.5)
+    assert [taken(load(Drawing()))] == torchs("map-style")
+
+
+def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped(monkeypatch):
+    monkeypatch.setattr(zygote, "SILENCE_SECONDS", 1e6)
+    iterator = iter(load(Drawing(), prefetch_factor=2, timeout=0.5))
+    batches = [next(iterator).tolist() for _ in range(3)]
+    stop(pid_of_zygote(iterator))
+    kill_worker(iterator, 1)
+    with pytest.raises(BatchTimeoutError, match=r"timed out after 0\.5 seconds"):
+        batches.extend(map(torch.Tensor.tolist, iterator))
+    os.kill(pid_of_zygote(iterator), signal.SIGCONT)
+    assert [batches + taken(iterator)] == torchs("map-style", prefetch_factor=2)
+
+
 class Killing(Drawing):
     """One sample ends its process in some way."""
 
@@ -161,6 +215,48 @@ def test_a_batch_that_ends_its_worker_again_and_again_is_an_error(end, cause, ca
     assert str(error.value).startswith("DataLoader worker (pid(s) ")
     assert cause in str(error.value)
     assert "[8, 9]" in "".join(error.value.__notes__)
+
+
+def sockets(pid="self"):
+    found = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.append((os.readlink(f"/proc/{pid}/fd/{number}"), int(number)))
+    return {name: number for name, number in found if name.startswith("socket:")}
+
+
+class Writing(Drawing):
+    """One sample writes to a descriptor that it has not opened: that of the line."""
+
+    def __init__(self):
+        super().__init__()
+        self.inherited = sockets()
+
+    def __getitem__(self, index):
+        if index == 9:
+            (line,) = (number for name, number in sockets().items() if name not in self.inherited)
+            os.write(line, b"no message at all")
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_sends_no_messages_is_lost(caplog):
+    with pytest.raises(WorkerDiedError, match="something else was written to the line") as error:
+        taken(load(Writing(), max_worker_restarts=1, prefetch_factor=1))
+    assert "[8, 9]" in "".join(error.value.__notes__)
+    assert len(lines(caplog)) == 1
+
+
+def test_a_fork_has_its_own_end_of_a_line_and_nobody_else_has_it():
+    iterators = [iter(load(Drawing())) for _ in range(2)]
+    for iterator in iterators:
+        taken(next(iterator) for _ in range(2))
+    zygotes = [set(sockets(pid_of_zygote(iterator))) for iterator in iterators]
+    forks = [set(sockets(pid_of(iterator, worker_id))) for iterator in iterators for worker_id in (0, 1)]
+    shared = set.intersection(*zygotes, *forks)
+    assert [len(ends - shared) for ends in zygotes] == [1, 1]  # of their control sockets
+    assert [len(ends - shared) for ends in forks] == [1, 1, 1, 1]
+    assert len(set.union(*zygotes, *forks) - shared) == 6
+    assert not (set.union(*zygotes, *forks) - shared) & set(sockets())
 
 
 # ---- what goes on elsewhere

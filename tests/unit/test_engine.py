@@ -1236,12 +1236,14 @@ def test_an_interrupt_before_the_batch_is_the_users_loses_none(begin, where):
     assert epoch.take_all() == expected(12)
 
 
-def test_where_something_was_lost_next_does_not_wait_for_ever(begin):
+@pytest.mark.parametrize(("was_interrupted", "said"), [(True, "interrupted"), (False, "a fault of rayloader")])
+def test_where_something_was_lost_next_does_not_wait_for_ever(begin, was_interrupted, said):
     epoch = begin().open()
     epoch.fleet.works = False
+    epoch.engine.was_interrupted = was_interrupted
     for worker in epoch.schedule._workers:
         worker.unanswered.clear()
-    with pytest.raises(RayloaderError, match="interrupted"):
+    with pytest.raises(RayloaderError, match=said):
         epoch.take()
 
 

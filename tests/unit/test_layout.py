@@ -37,7 +37,6 @@ EXCEPTIONS = {
     ("rayloader/epoch/hosts.py", "rayloader.actors"): "where the program uses Ray",
     ("rayloader/loader.py", "rayloader.actors"): "for `rayloader.init`",
     ("rayloader/readers.py", "rayloader.actors"): "where Ray was imported",
-    ("rayloader/host/server.py", "rayloader.actors"): "in an actor",
     ("rayloader/epoch/hosts.py", "rayloader.host.forked"): "what the forks do that it starts",
 }
 MAY_IMPORT_RAY = {"actors", "sharing"}
@@ -179,7 +178,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/random/generator_kinds.py", "_bit_generator"): "likewise",
     ("rayloader/epoch/local.py", "_dataset_kind"): "of our own loader, which inherits it",
     ("rayloader/resume/checkpoint.py", "_dataset_kind"): "likewise",
-    ("rayloader/actors/forking.py", "_exit"): "documented, of os",
+    ("rayloader/actors/default_worker.py", "_exit"): "documented, of os",
     ("rayloader/workers/zygote.py", "_exit"): "documented, of os",
     ("rayloader/host/hosting.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",

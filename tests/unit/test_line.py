@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lines import KINDS, check_finished, exchange, listening, messages, met, plain, reach, serve, wait_for
-from rayloader.transport.line import CHUNK_BYTES, JOINED_BYTES, LineError, Parcel
-from rayloader.transport.local_line import DriverLine, connect
+from rayloader.transport import line
+from rayloader.transport.line import CHUNK_BYTES, HEADER, JOINED_BYTES, Line, LineError, LineSocket, Parcel
+from rayloader.transport.local_line import DriverLine, connect, pair
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
 
@@ -103,6 +104,30 @@ def test_what_a_process_sent_before_it_died_arrives_and_then_the_line_ends(kind,
     driver.close()
 
 
+@pytest.mark.parametrize(
+    "said", [HEADER.pack(2**64 - 1, 0), HEADER.pack(1, 2**32 - 1), HEADER.pack(0, 1) + (2**63).to_bytes(8, "little")]
+)
+def test_what_cannot_be_a_message_ends_the_line_and_says_so(any_ends, said):
+    driver, worker = any_ends
+    worker.send(b"a message")
+    worker.drain()
+    worker._socket.sendall(said)
+    assert messages(driver, 2) == [b"a message"]
+    assert driver.ended
+    assert not driver.closed
+    assert "something else was written to the line" in driver.fault
+    assert driver.receive() == []
+
+
+def test_a_message_for_which_there_is_no_memory_ends_the_line(any_ends, monkeypatch):
+    monkeypatch.setattr(line, "MOST_BYTES", 2**62)
+    driver, worker = any_ends
+    worker._socket.sendall(HEADER.pack(2**61, 0))
+    assert messages(driver, 1) == []
+    assert driver.ended
+    assert "no memory" in driver.fault
+
+
 def test_a_forked_child_that_closes_its_copy_does_not_end_the_line(any_ends):
     driver, worker = any_ends
     child = os.fork()
@@ -137,6 +162,23 @@ def test_a_line_that_the_collector_finds_ends_without_a_warning(kind, connected,
 
 
 # ---- local ones
+
+
+def test_a_pair_is_a_line_and_no_child_has_a_copy_of_the_drivers_end():
+    driver, theirs = pair()
+    driver.send(b"at once")
+    child = os.fork()
+    if not child:
+        worker = Line(LineSocket(fileno=theirs.detach()))
+        worker.send(b"still there" if driver._socket.fileno() < 0 else b"a copy")
+        worker.receive_next()
+        worker.receive_next()
+        os._exit(0)
+    theirs.close()
+    driver.watch(child)
+    assert messages(driver, 1) == [b"still there"]
+    driver.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_worker_waits_in_its_read_until_something_comes_or_the_line_ends(ends):

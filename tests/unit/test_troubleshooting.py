@@ -158,15 +158,9 @@ def elsewhere() -> None:
 
 
 def with_references() -> None:
-    from rayloader.workers.connection import ForkCalls
+    from rayloader.workers.forks import ForkCalls
 
     ForkCalls._send(None, None, carries=True)  # type: ignore[arg-type]
-
-
-def unconnected() -> None:
-    from rayloader.workers.forks import Forks
-
-    Forks.refused(None, None, "a reason")  # type: ignore[arg-type]
 
 
 def start_timeout() -> None:
@@ -216,7 +210,6 @@ CALLS: dict[str, Callable[[], object]] = {
     'workers="fork" makes': lambda: looped(workers="fork", arenas=False),
     "this process could not be forked": unforked,
     "the sampler yields references": with_references,
-    "a forked worker could not": unconnected,
     "workers can be forks only": elsewhere,
     "SharedList index": lambda: SharedList("ab")[2],
     "cached() needs": lambda: rayloader.cached(object()),
