@@ -187,8 +187,8 @@ def check(loader: Any) -> None:
     _check_provenance(loader.provenance)
     _check_prefetch_to_device(loader.prefetch_to_device, loader.device)
     steps = loader.snapshot_every_n_steps
-    if steps is not None and (not is_whole(steps) or steps < 1):
-        raise ValueError(f"snapshot_every_n_steps must be a whole number >= 1 or None, got {steps!r}; it has no effect")
+    if steps is not None and (not is_whole(steps) or steps < 0):
+        raise ValueError(f"snapshot_every_n_steps must be None or a whole number >= 0, got {steps!r}; it has no effect")
     choices = {"on_timeout": OnTimeout, "on_error": OnError, "seeding": Seeding, "scheduling": Scheduling}
     choices["workers"] = Workers
     for name, choice in choices.items():

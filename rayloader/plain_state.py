@@ -12,6 +12,7 @@ import builtins
 import collections
 import math
 import pathlib
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,19 @@ def text_of(content: bytes) -> str:
 def bytes_of(text: str) -> bytes:
     """The inverse of `text_of`."""
     return binascii.a2b_base64(text)
+
+
+def unfit(what: str, rule: str, value: Any) -> ValueError:
+    """The error for a part of a state that no state has."""
+    return ValueError(f"a state's {what} must be {rule}, got {reprlib.repr(value)}")
+
+
+def checked_dtype(text: Any) -> np.dtype[Any]:
+    """The dtype of this name; raises an exception if its values may be objects, which would be addresses in memory."""
+    dtype = np.dtype(text) if type(text) is str else None
+    if dtype is None or dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
+        raise unfit("dtype", "the name of a type of numbers", text)
+    return dtype
 
 
 def too_deep() -> StateError:
@@ -111,12 +125,12 @@ def _rebuilt(name: str, packed: dict[str, Any]) -> Any:
     match name:
         case "array" | "scalar":
             count = math.prod(packed["shape"])
-            array = np.frombuffer(bytearray(bytes_of(packed["content"])), packed["dtype"], count)
+            array = np.frombuffer(bytearray(bytes_of(packed["content"])), checked_dtype(packed["dtype"]), count)
             return array.reshape(packed["shape"])[() if name == "scalar" else ...]
         case "bytes":
             return bytes_of(packed["content"])
         case "dtype":
-            return np.dtype(packed["dtype"])
+            return checked_dtype(packed["dtype"])
         case "defaultdict":
             factory = packed["factory"]
             return collections.defaultdict(factory and _FACTORIES[factory], _unpack_items(packed))

@@ -14,6 +14,15 @@ out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")]
 
 
+def shown(text: str) -> str:
+    """A text that may come from a file: no part of it moves the terminal's cursor, or is markup of rich's."""
+    return escape("".join([char if char.isprintable() or char == "\n" else _as_escape(char) for char in text]))
+
+
+def _as_escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
 def print_json(content: Any) -> None:
     """Prints JSON to the standard output."""
     print(json.dumps(content, indent=2))
@@ -21,5 +30,5 @@ def print_json(content: Any) -> None:
 
 def fail(error: Exception) -> NoReturn:
     """Says what is wrong, and ends the command with code 2."""
-    err.print("[red]rayloader:[/]", escape(str(error)))
+    err.print("[red]rayloader:[/]", shown(str(error)))
     raise typer.Exit(2) from error

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from rayloader.cli import sources
-from rayloader.cli.console import AsJson, fail, out, print_json
+from rayloader.cli.console import AsJson, fail, out, print_json, shown
 from rayloader.cli.sources import SourceError
 from rayloader.errors import RayloaderError
 from rayloader.replay import describe
@@ -58,7 +57,7 @@ def show(source: Source, key: Key = "", as_json: AsJson = False) -> None:
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
     for heading, text in rows:
-        grid.add_row(escape(heading), escape(text))
+        grid.add_row(shown(heading), shown(text))
     out.print(grid)
 
 
@@ -116,7 +115,7 @@ def _diff_states(pairs: list[tuple[State, State]], as_json: bool) -> bool:
     for a, b, differences in found:
         who = "" if len(pairs) == 1 else f"Rank {a.fits.rank}: "
         if differences:
-            out.print(escape(f"{who}{describe.relation(a, b)}."))
+            out.print(shown(f"{who}{describe.relation(a, b)}."))
             _print_differences(differences)
         elif len(pairs) == 1:
             out.print("The states are the same.")
@@ -165,7 +164,7 @@ def _print_differences(differences: Sequence[Difference]) -> None:
     for column in table.columns:
         column.overflow = "fold"
     for name, a, b in differences[:_FEW]:
-        table.add_row(escape(name), *(escape(_in_short(value)) for value in (a, b)))
+        table.add_row(shown(name), *(shown(_in_short(value)) for value in (a, b)))
     out.print(table)
     if len(differences) > _FEW:
         out.print(f"and {len(differences) - _FEW} more; --json lists all")

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 from rayloader.cli import rates, sources
-from rayloader.cli.console import AsJson, err, fail, out, print_json
+from rayloader.cli.console import AsJson, err, fail, out, print_json, shown
 from rayloader.cli.inspecting import Key
 from rayloader.cli.parts import parts_in
 from rayloader.cli.sources import SourceError
@@ -188,13 +187,13 @@ def _print(found: dict[str, Any]) -> None:
     proof = "the log's" if found["compared with the log"] else "not compared with a log"
     out.print(f"Step {found['step']:,} of epoch {found['epoch']}, {where}, digest {found['digest']} ({proof})")
     if found["indices"] is not None:
-        out.print("indices:", escape(str(found["indices"])))
+        out.print("indices:", shown(str(found["indices"])))
     table = Table("part", "kind", "min", "max", "mean", "std", "NaN", "inf")
     for part in found["parts"]:
         numbers = [part.get(name) for name in ("least", "most", "mean", "deviation")]
         cells = ["" if one is None else f"{one:.4g}" for one in numbers]
         cells += ["" if (one := part.get(name)) is None else f"{one:,}" for name in ("nans", "infinite")]
-        table.add_row(escape(part["part"]), escape(part["kind"]), *cells)
+        table.add_row(shown(part["part"]), shown(part["kind"]), *cells)
     out.print(table)
 
 

@@ -46,7 +46,7 @@ class OfOneProcess:
 
     def __getstate__(self) -> Any:
         raise NotImplementedError(
-            f"cannot pickle {type(self).__name__}: an iterator of a DataLoader belongs to one process; pass on the "
+            f"{type(self).__name__} cannot be pickled: an iterator of a DataLoader belongs to one process; pass on the "
             "loader in its place and call iter() there, or drop it in __getstate__ of the object that holds it"
         )
 

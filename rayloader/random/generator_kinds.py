@@ -1,6 +1,7 @@
 """The random generators of Python, NumPy and torch: their kinds, their states, and how to create one from a state.
 
-Promise: a state from `state_of`, set by `set_state` in a generator that it suits, leads to the same draws.
+Promise: a state from `state_of`, set by `set_state` in a generator that it suits, leads to the same draws. Numbers that
+NumPy or torch would use as places in memory without a look are in their ranges, or `set_state` raises.
 """
 
 from __future__ import annotations
@@ -8,14 +9,27 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from rayloader.plain_state import unfit
+
 _SEED = "seed_seq"  # added to NumPy's own state
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
+# By the names in their states.
+_BIT_GENERATORS = {
+    kind.__name__: kind
+    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
+# Of NumPy's bit generators, where the next number lies, and the greatest one that there is.
+_PLACES = ((np.random.MT19937, ("state", "pos"), 624), (np.random.Philox, ("buffer_pos",), 4))
+_MOST_WORDS = 1024  # of a seed sequence's pool, which takes the square of that many steps to fill; NumPy's own are 4
+_TORCH_BYTES = len(torch.Generator().get_state())  # on the CPU; others have less
+_TORCH = struct.Struct("<8xi4xQ")  # of a state: numbers left until it makes new ones, and where the next one lies
 
 
 def engine(generator: Any) -> Any:
@@ -40,17 +54,63 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """The inverse of `state_of`."""
+    """The inverse of `state_of`.
+
+    Raises:
+        ValueError: a number in it is out of range. What else is wrong raises anything.
+    """
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, (np.random.Generator, np.random.BitGenerator)):
+        _check_place(engine(generator), state)
         engine(generator).state = state
         if _SEED in state:
             _set_seed(engine(generator).seed_seq, state[_SEED])
     elif isinstance(generator, np.random.RandomState):
+        _check_place(engine(generator), state)
         generator.set_state(state)
     else:
+        if generator.device.type == "cpu":
+            left, following = _TORCH.unpack_from(state)
+            _check("count in torch's generator", left, 1, 624)
+            _check("place in torch's generator", following, 0, 625 - left)
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _check_place(bits: Any, state: Any) -> None:
+    for kind, path, most in _PLACES:
+        if isinstance(bits, kind):
+            place = state
+            for name in path:
+                place = place[name]
+            _check(f"{path[-1]} of {kind.__name__}", place, 0, most)
+    if _SEED in state:
+        _check("pool_size of a seed sequence", state[_SEED]["pool_size"], 4, _MOST_WORDS)
+
+
+def _check(what: str, number: Any, least: int, most: int) -> None:
+    if type(number) is not int or not least <= number <= most:
+        raise unfit(what, f"a whole number from {least} to {most}", number)
+
+
+def check_state(state: Any, kind: str | None = None) -> None:
+    """Raises an exception unless a generator can have this state.
+
+    Args:
+        state: of `state_of`.
+        kind: of `kind_of`; empty, or None if it is not known: then the state of a class of the user's may be anything.
+    """
+    match state:
+        case (3, tuple(), gauss) if kind in ("Random", None):
+            if type(gauss) not in (float, type(None)):
+                raise unfit("second normal number", "a float or None", gauss)
+            set_state(random.Random(), state)
+        case bytes() if kind == "torch" or (kind is None and len(state) >= _TORCH_BYTES):
+            set_state(torch.Generator(), state)
+        case {"bit_generator": str(name)} if kind or (kind is None and name in _BIT_GENERATORS):
+            set_state(make_generator(kind or ("RandomState" if "has_gauss" in state else "BitGenerator"), state), state)
+        case _ if kind:
+            raise unfit("generator", f"one of the kind {kind}", state)
 
 
 def _plain_seed(seed: np.random.SeedSequence) -> dict[str, Any]:
@@ -113,7 +173,7 @@ def kind_of(generator: Any) -> str:
     kind = type(generator)
     if kind in (random.Random, np.random.Generator, np.random.RandomState):
         return kind.__name__
-    if isinstance(generator, np.random.BitGenerator) and getattr(np.random, kind.__name__, None) is kind:
+    if kind in _BIT_GENERATORS.values():
         return "BitGenerator"
     return "torch" if kind is torch.Generator and generator.device.type == "cpu" else ""
 
@@ -130,6 +190,6 @@ def make_generator(kind: str, state: Any) -> Any:
         case "torch":
             return torch.Generator()
         case "Generator" | "RandomState" | "BitGenerator":
-            bits = getattr(np.random, state["bit_generator"])()
+            bits = _BIT_GENERATORS[state["bit_generator"]]()
             return bits if kind == "BitGenerator" else getattr(np.random, kind)(bits)
     raise TypeError("a class of the user's")

@@ -9,6 +9,10 @@ in every worker. A fork was not unpickled, and has only what the search finds.
 The *later* ones (created by `worker_init_fn`, by `__setstate__`, at the first or at the hundredth sample), and those of
 the program's modules that were drawn from, are found by `search`. In another process they are looked up by their paths
 and given their states; one that does not exist yet is created. Where that fails, batches that are rebuilt differ.
+
+NOTE [Named by a state]. A state may come from a file that anybody has written. Its paths lead only where a search
+looks. Its modules must be the program's own and imported already, or workers of this program had generators in them
+(`unknown_modules`): so a worker may import what it is told to.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rayloader.errors import ReplayError
-from rayloader.namespaces import is_a, own_modules
+from rayloader.namespaces import is_a, is_own_name, own_modules
+from rayloader.plain_state import unfit
 from rayloader.random.generator_kinds import (
     KINDS,
+    check_state,
     distinct,
     engine,
     global_generators,
@@ -35,7 +41,7 @@ from rayloader.random.generator_kinds import (
     state_of,
     suits,
 )
-from rayloader.random.search import Found, Path, follow, in_words, put, search
+from rayloader.random.search import Found, Path, follow, in_words, is_path, put, search
 from rayloader.transport.pickler import Special
 
 _noted: list[Any] | None = None
@@ -102,6 +108,19 @@ class Located(NamedTuple):
     state: Any
     lasts: bool = False
 
+    def check(self) -> None:
+        """Raises an exception unless this is what `located` can have given."""
+        if not self.paths or not all(map(is_path, self.paths)):
+            raise unfit("paths to a generator", "those of attributes and items", self.paths)
+        if self.kind not in ("", "Random", "torch", "Generator", "RandomState", "BitGenerator"):
+            raise unfit("kind of a generator", "a known one", self.kind)
+        check_state(self.state, self.kind)
+
+    @property
+    def modules(self) -> set[str]:
+        """The names of those where its paths begin."""
+        return {name for (kind, name), *_ in self.paths if kind == "module"}
+
     def is_like(self, generator: Any) -> bool:
         """Whether it can be that generator."""
         return is_a(generator, KINDS) and kind_of(generator) == self.kind and suits(generator, self.state)
@@ -112,9 +131,24 @@ def located(found: Iterable[Found]) -> tuple[Located, ...]:
     return tuple(Located(paths, kind_of(generator), state_of(generator)) for generator, paths in found)
 
 
+# The names of modules in which workers of this program had generators: see NOTE [Named by a state].
+_known: set[str] = set()
+
+
+def note_modules(those: Iterable[Located]) -> None:
+    """Workers of this program had these generators."""
+    for one in those:
+        _known.update(one.modules)
+
+
+def unknown_modules(those: Iterable[Located]) -> list[str]:
+    """Modules of generators that are not known to be the program's; see NOTE [Named by a state]."""
+    return sorted({name for one in those for name in one.modules - _known if not is_own_name(name)})
+
+
 def import_modules(those: Iterable[Located]) -> None:
-    """Imports the modules of generators, which the other process had imported."""
-    for module in {name for one in those for (kind, name), *_ in one.paths if kind == "module"} - sys.modules.keys():
+    """Imports the modules of generators, which the other process had imported; see NOTE [Named by a state]."""
+    for module in {name for one in those for name in one.modules} - sys.modules.keys():
         with contextlib.suppress(Exception):  # the program may have to do something else first
             importlib.import_module(module)
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from rayloader import _compat
-from rayloader.plain_state import bytes_of, text_of
-from rayloader.random.generator_kinds import set_state, state_of
+from rayloader.plain_state import bytes_of, checked_dtype, text_of
+from rayloader.random.generator_kinds import check_state, set_state, state_of
 from rayloader.random.generators import Located
 
 _Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
@@ -104,13 +104,15 @@ class RandomState(NamedTuple):
         return cls(python, torch_, numpy, others, None if located is None else tuple(Located(*one) for one in located))
 
     def checked(self) -> RandomState:
-        """This, after other generators were set to the states of the global ones; raises what that raises."""
-        if self.python is not None:
-            random.Random().setstate(self.python)
-        if self.torch is not None:
-            set_state(torch.Generator(), self.torch)
-        if self.numpy is not None and self.numpy[1]["bit_generator"] == "MT19937":
-            np.random.RandomState().set_state(self.numpy[1])
+        """This, after other generators were set to these states; raises what that raises."""
+        own = (("Random", self.python), ("torch", self.torch), ("RandomState", self.numpy and self.numpy[1]))
+        for kind, state in own:
+            if state is not None:
+                check_state(state, kind)
+        for state in self.others or ():
+            check_state(state)
+        for one in self.located or ():
+            one.check()
         return self
 
 
@@ -139,7 +141,7 @@ def _pack(state: Any) -> Any:
 def _unpack(packed: Any) -> Any:
     match packed:
         case ("array", dtype, text):
-            return np.frombuffer(bytes_of(text), dtype)
+            return np.frombuffer(bytes_of(text), checked_dtype(dtype))
         case ("bytes", *halves):
             return _joined(*map(bytes_of, halves))
         case ("words", text):

@@ -40,6 +40,7 @@ ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, np.dtype}
 # Passed over in modules and classes.
 _CODE = ATOMS | {types.FunctionType, staticmethod, classmethod, property, functools.cached_property}
 _CODE |= {types.MemberDescriptorType, types.GetSetDescriptorType, type(functools.lru_cache(len))}
+_PLACEHOLDERS = ATOMS - {types.ModuleType, types.CodeType} | {object}
 _SEQUENCES = list, tuple, collections.deque
 _ENDS = (types.ModuleType, torch.Tensor, np.ndarray, *KINDS)
 # What a loader of the program's, or its iterator, notes of its epochs: many objects, which no generator is reached from
@@ -181,13 +182,29 @@ def _is_plain(key: Any) -> bool:
 # ---- paths
 
 
+def is_path(path: Any) -> bool:
+    """Whether it is one that a search can give."""
+    (root, name), *steps = path
+    return (
+        root in ("object", "module")
+        and type(name) is str
+        and all(_is_plain(key) if kind == "item" else kind == "attribute" and type(key) is str for kind, key in steps)
+    )
+
+
 def follow(path: Path, objects: Mapping[str, Any]) -> Any:
-    """The object at the end of a path, from the modules or from objects by name; None if there is none."""
+    """The object at the end of a path, from the program's modules or from objects by name; None if there is none.
+
+    A path may come from a file: it leads only where a search looks.
+    """
     (kind, name), *steps = path
-    obj: Any = sys.modules.get(name) if kind == "module" else objects.get(name)
+    obj: Any = objects.get(name) if kind == "object" else sys.modules.get(name) if is_own_name(name) else None
     try:
         for kind, key in steps:
+            is_code = is_a(obj, types.ModuleType) or (is_a(obj, type) and is_own_name(attributes_of(obj)["__module__"]))
             obj = _attribute(obj, key) if kind == "attribute" else _item(obj, key)
+            if is_a(obj, types.ModuleType) or (is_code and type(obj) in _CODE):
+                return None
     except Exception:  # depends on the object that is there instead
         return None
     return obj
@@ -197,6 +214,8 @@ def _attribute(obj: Any, name: str) -> Any:
     if is_a(obj, (types.ModuleType, type)):
         return (namespace_of(obj) or attributes_of(obj))[name]
     attributes = attributes_in(obj) or {}
+    if name not in attributes and name not in (*_HELD.get(type(obj), ()), *slots_of(type(obj))):
+        raise AttributeError(name)
     return attributes[name] if name in attributes else object.__getattribute__(obj, name)
 
 
@@ -211,11 +230,12 @@ def put(path: Path, objects: Mapping[str, Any], value: Any) -> None:
         TypeError: it can't be put there.
     """
     obj, (kind, key) = follow(path[:-1], objects), path[-1]
-    if kind == "item" and is_a(obj, dict):
+    is_free = _is_free(obj, kind, key)
+    if is_free and kind == "item" and is_a(obj, dict):
         dict.__setitem__(obj, key, value)
-    elif kind == "item" and is_a(obj, list) and key <= len(obj):
+    elif is_free and kind == "item" and is_a(obj, list) and 0 <= key <= len(obj):
         obj[key : key + 1] = [value]  # a list that is one item short is extended
-    elif kind != "attribute" or obj is None:
+    elif not is_free or kind != "attribute" or obj is None:
         raise TypeError("it can't be put there")
     elif is_a(obj, type):
         type.__setattr__(obj, key, value)
@@ -223,6 +243,17 @@ def put(path: Path, objects: Mapping[str, Any], value: Any) -> None:
         attributes[key] = value
     else:
         object.__setattr__(obj, key, value)
+
+
+def _is_free(obj: Any, kind: str, key: Any) -> bool:
+    """Whether nothing lies there, or a generator, or what programs have in its place until they make it."""
+    if kind == "attribute" and key.startswith("__"):
+        return False
+    try:
+        there = _attribute(obj, key) if kind == "attribute" else _item(obj, key)
+    except Exception:  # there is nothing
+        return True
+    return type(there) in _PLACEHOLDERS or is_a(there, KINDS)
 
 
 def in_words(path: Path) -> str:

@@ -77,7 +77,7 @@ def compared(a: Log, b: Log) -> Comparison:
     count = 0
     for epoch in epochs:
         one, other = ours[epoch], theirs[epoch]
-        both, left, right = np.intersect1d(_numbers(one), _numbers(other), assume_unique=True, return_indices=True)
+        both, left, right = np.intersect1d(_numbers(one), _numbers(other), return_indices=True)
         count += len(both)
         for column in (*_DECIDE, *_TOLD):
             if column in partings:
@@ -127,7 +127,7 @@ def _lone(a: dict[int, pa.Table], b: dict[int, pa.Table]) -> Parting | None:
         lone = [
             (step, has)
             for has, (first, last) in ((0, spans[1]), (1, spans[0]))
-            for step in np.setdiff1d(numbers[has], numbers[1 - has], assume_unique=True)
+            for step in np.setdiff1d(numbers[has], numbers[1 - has])
             if first < (epoch, step) < last
         ]
         if lone:

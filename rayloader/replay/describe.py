@@ -19,7 +19,7 @@ import torch
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.random_state import RandomState
 from rayloader.resume.checkpoint import fits_any_ranks, fits_any_workers
-from rayloader.resume.state import VERSION, LocalState, SavedWorker, State, Stream, tasks_in
+from rayloader.resume.state import VERSION, LocalState, SavedWorker, State, Stream, as_saved, tasks_in
 
 _MISSING = "-"
 _MOST_TOLD = 4  # texts of one heading
@@ -41,6 +41,7 @@ class Difference(NamedTuple):
     b: Any
 
 
+@as_saved()
 def described(state: State) -> dict[str, Any]:
     """Everything that a state holds, in types that JSON knows."""
     fits = state.fits

@@ -44,6 +44,21 @@ SCHEMA = pa.schema(
 KEY = b"rayloader"  # of a message's metadata
 BEGIN: bytes = SCHEMA.serialize().to_pybytes()
 _CONTINUES = b"\xff\xff\xff\xff"  # begins each message, and its length follows
+_NAMED = b'{"iteration": '  # begins the metadata of each
+_MOST = 2**32 - 1
+# Of the columns without null, the least value and the greatest one.
+_RANGES = dict.fromkeys(("step", "digest", "skipped", "restarts"), (0, _MOST))
+_RANGES |= {"worker": (-1, _MOST), "outcome": (0, len(OUTCOMES) - 1)}
+# What an iteration begins with.
+_TOLD: dict[str, tuple[type, ...]] = {
+    "loader": (str,),
+    "epoch": (int,),
+    "state": (dict, type(None)),
+    "error": (str,),
+    "versions": (dict,),
+    "parts": (dict,),
+    "began": (float,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,25 +188,52 @@ def read(path: str | os.PathLike[str]) -> Log:
     """
     path = Path(path)
     content = complete(path)
-    if not content.size:
-        return Log(path, [])
     begins: dict[str, dict[str, Any]] = {}
     batches: dict[str, list[Any]] = {}
-    for batch, metadata in pa.ipc.open_stream(content).iter_batches_with_custom_metadata():
-        told = json.loads(metadata[KEY])
-        number = told["iteration"]
-        if "epoch" in told:
-            begins[number] = told
-        batches.setdefault(number, []).append(batch)
+    source, end = pa.BufferReader(content), 0
+    try:
+        reader: Any = pa.ipc.open_stream(source) if content.size else None
+        while (end := source.tell()) < content.size:
+            batch, metadata = reader.read_next_batch_with_custom_metadata()
+            told = json.loads(metadata[KEY])
+            if "epoch" in told:
+                begins[told["iteration"]] = _checked(told)
+            _check(batch, begins.get(told["iteration"]))
+            batches.setdefault(told["iteration"], []).append(batch)
+    except Exception as error:  # whatever Arrow, JSON and torch make of other bytes
+        raise _damaged(path, end) from error
     return Log(path, [_iteration(told, batches[number]) for number, told in begins.items()])
 
 
-def _iteration(told: dict[str, Any], batches: list[Any]) -> Iteration:
-    state = told["state"]
+def _checked(told: dict[str, Any]) -> dict[str, Any]:
+    """What an iteration begins with; raises an exception unless it is what `Rows.begin` writes."""
     if "saved" in told:
-        state = torch.load(io.BytesIO(base64.b64decode(told["saved"])), weights_only=True)
-    of_all = {name: told[name] for name in ("loader", "epoch", "error", "versions", "parts", "began")}
-    return Iteration(state=state, rows=pa.Table.from_batches(batches, SCHEMA).combine_chunks(), **of_all)
+        told["state"] = torch.load(io.BytesIO(base64.b64decode(told["saved"])), weights_only=True)
+    found = {name: told[name] for name in _TOLD}
+    texts = [*found["versions"].values(), *found["parts"].values()]
+    if any(type(found[name]) not in types for name, types in _TOLD.items()) or not {*map(type, texts)} <= {str}:
+        raise TypeError(found)
+    return found
+
+
+def _check(batch: Any, begin: dict[str, Any] | None) -> None:
+    """Raises an exception unless these rows are what `Rows` writes: Arrow itself trusts the offsets in a file."""
+    batch.validate(full=True)
+    epoch = None if begin is None else begin["epoch"]
+    for name, (least, most) in {**_RANGES, "epoch": (epoch or 0, _MOST if epoch is None else epoch)}.items():
+        found = pc.min_max(column := batch.column(name)).as_py()
+        if column.null_count or (len(column) and not least <= found["min"] <= found["max"] <= most):
+            raise ValueError(name)
+
+
+def _iteration(begin: dict[str, Any], batches: list[Any]) -> Iteration:
+    return Iteration(rows=pa.Table.from_batches(batches, SCHEMA).combine_chunks(), **begin)
+
+
+def _damaged(path: Path, end: int) -> RayloaderError:
+    return RayloaderError(
+        f"the provenance log {path} is damaged after {end} bytes: copy these to another file, which can be read"
+    )
 
 
 def complete(path: Path) -> Any:
@@ -205,7 +247,7 @@ def complete(path: Path) -> Any:
         return pa.py_buffer(b"")  # nothing is written yet
     try:
         known = pa.ipc.read_schema(content)
-    except (pa.ArrowInvalid, OSError, EOFError):
+    except (pa.ArrowException, OSError, EOFError):
         known = None
     if known is None or not known.equals(SCHEMA, check_metadata=True):
         raise RayloaderError(f"{path} is no provenance log that this rayloader has written; give another path")
@@ -214,21 +256,25 @@ def complete(path: Path) -> Any:
         begin = content.slice(end, 8).to_pybytes()
         if not any(begin) and not any(content.slice(end).to_pybytes()):  # as a machine that fails may leave it
             break
-        length = int.from_bytes(begin[4:], "little")
-        if begin[:4] == _CONTINUES and end + 8 + length > content.size:
+        size = _size_of(content.slice(end)) if begin[:4] == _CONTINUES else 0
+        if size > content.size - end and content.slice(end).to_pybytes().count(_NAMED) <= 1:  # nothing comes after it
             break
-        message = None
-        if begin[:4] == _CONTINUES:
-            try:
-                message = pa.ipc.read_message(content.slice(end))
-            except (pa.ArrowInvalid, EOFError):
-                pass
-            except OSError as error:
-                if "flatbuffers" not in str(error):  # its body is incomplete
-                    break
-        if message is None:
-            raise RayloaderError(
-                f"the provenance log {path} is damaged after {end} bytes: copy these to another file, which can be read"
-            )
-        end += 8 + message.metadata.size + message.body.size
+        if not 0 < size <= content.size - end:
+            raise _damaged(path, end)
+        end += size
     return content.slice(0, end)
+
+
+def _size_of(content: Any) -> int:
+    """The size of the message that begins here, which may be more than there is; 0: it is none."""
+    length = 8 + int.from_bytes(content.slice(4, 4).to_pybytes(), "little")
+    if length > content.size:
+        return length
+    try:
+        # This copies and allocates nothing, whatever the metadata say of the size of the body.
+        message = pa.ipc.read_message(content)
+        return int(8 + message.metadata.size + message.body.size)
+    except (pa.ArrowException, EOFError):
+        return 0
+    except OSError as error:
+        return 0 if "flatbuffers" in str(error) else content.size + 1  # its body is incomplete

@@ -17,7 +17,7 @@ from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
 from rayloader.namespaces import is_own_namespace, namespace_of, own_modules
 from rayloader.random.generator_kinds import set_state
-from rayloader.random.generators import import_modules, located
+from rayloader.random.generators import located, unknown_modules
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import Found, follow, in_words, search
 from rayloader.resume.position import Checksums, Position
@@ -318,7 +318,17 @@ def _check(loader: Any, samplers: Samplers, state: State, *, any_rank: bool = Fa
                 "not be the rest of the same stream; create the loader like the one that was saved"
                 + (", or load the list of all ranks' states" if name in RANK else "")
             )
-    return samplers.check(state.moment, state.sampler, any_rank=any_rank)
+    workers = () if state.position is None else state.position.workers
+    if unknown := unknown_modules([one for worker in workers for one in worker.start.located]):
+        raise StateError(
+            f"the state is of workers that had random generators in the module {unknown[0]}, and a state imports "
+            "nothing: it must be one of the program's own modules, and imported; import it before load_state_dict()"
+        )
+    moves = samplers.check(state.moment, state.sampler, any_rank=any_rank)
+    for start in () if state.begin is None else state.begin.starts:
+        samplers.check_attributes(start.moment)
+        samplers.check_attributes(start.drawing or start.moment)
+    return moves
 
 
 def _fits(loader: Any, samplers: Samplers) -> Fits:
@@ -383,7 +393,6 @@ def capture_random(loader: Any) -> RandomState:
 def restore_random(loader: Any, random: RandomState) -> None:
     """Restores them, as far as they are there."""
     random.restore([])
-    import_modules(random.located or ())
     for one in random.located or ():
         there = (follow(path, _holders(loader)) for path in one.paths)
         if (generator := next(filter(one.is_like, there), None)) is not None:
@@ -393,7 +402,6 @@ def restore_random(loader: Any, random: RandomState) -> None:
 def _check_generators(loader: Any, random: RandomState) -> None:
     """Raises StateError if the dataset and `collate_fn` hold other generators than those that were saved."""
     saved = random.located or ()
-    import_modules(saved)
     here = {path: one.generator for one in held_in(loader) for path in one.paths}
     unlike = [one.paths[0] for one in saved if not any(one.is_like(here.get(path)) for path in one.paths)]
     known = {path for one in saved for path in one.paths}

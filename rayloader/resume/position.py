@@ -6,6 +6,7 @@ raises an error that says that it cannot.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 from rayloader import fetching
 from rayloader.errors import StateError
+from rayloader.random.generators import note_modules
 from rayloader.resume.drawn import Drawn, drawn
 from rayloader.resume.journal import Journal
 from rayloader.resume.ranks import Stage
@@ -34,6 +36,7 @@ from rayloader.resume.state import (
     Start,
     Stream,
     WorkerStart,
+    as_saved,
     tasks_in,
     text_of_tasks,
 )
@@ -107,6 +110,7 @@ class _LastWorker:
             start = WorkerStart(journal.base, before)
             if journal.base is not None and journal.base.error:
                 raise StateError(f"a worker's dataset could not save its state:\n{journal.base.error}")
+            note_modules(start.located)
         if tasks is not known[3]:
             replay, count = "", 0
         newest_first = itertools.islice(reversed(tasks.values()), len(tasks) - count)
@@ -401,7 +405,8 @@ class Position:
         expected = {self.next_task: saved.checksum, saved.drawn: saved.drawn_checksum}
         self._draws, self.checksum = saved.draws, saved.checksum
         for start in self.starts:
-            with self.samplers.at(start.moment):
+            theirs = self.samplers.are_of_users  # what they raise is the user's to see
+            with self.samplers.at(start.moment), contextlib.nullcontext() if theirs else as_saved():
                 iterator = self._iterator_at(start)
                 if start.drawing is not None:
                     self.samplers.move_to(start.drawing)

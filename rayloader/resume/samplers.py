@@ -20,6 +20,7 @@ import functools
 import itertools
 import operator
 import pickle
+import reprlib
 import sys
 import traceback
 import types
@@ -111,6 +112,11 @@ class Samplers:
         contents = self._contents(loader)
         return len(contents) == len(self._seen) and all(map(operator.is_, contents, self._seen))
 
+    @property
+    def are_of_users(self) -> bool:
+        """Whether there is one whose class is not torch's, nor rayloader's."""
+        return not self._is_stock
+
     def _contents(self, loader: Any) -> list[Any]:
         """Everything that is looked at here, except for what is inside of a sampler's attributes."""
         contents = [loader._index_sampler, loader.generator, loader.batch_size, loader.drop_last]
@@ -168,7 +174,8 @@ class Samplers:
 
     def _is_searched(self, name: str, value: Any) -> bool:
         """Whether an attribute of a sampler is searched elsewhere."""
-        return name in (*_DATA, "sampler") or any(value is sampler for sampler in self._chain)
+        named = name in (*_DATA, "sampler") and type(value) not in _SIMPLE
+        return named or any(value is sampler for sampler in self._chain)
 
     def _has_made(self, moment: Moment) -> None:
         """Gives samplers that create their generator on first use one, or none, as at that moment."""
@@ -243,6 +250,19 @@ class Samplers:
                 "generators from the beginning, or give the sampler state_dict() and load_state_dict()"
             )
 
+    def check_attributes(self, moment: Moment) -> None:
+        """Raises StateError if samplers, at another moment, can't have had these attributes."""
+        for sampler, simple in zip(self._chain, moment.attributes, strict=True):
+            for name, value in simple.items():
+                here = attributes_of(sampler).get(name)
+                is_held = self._is_searched(name, here) or is_a(here, KINDS) or (callable(here) and value is not None)
+                is_torchs = not own_classes(sampler) or _is_epoch(sampler, name)
+                if is_held or (is_torchs and not _alike(value, here)):
+                    raise StateError(
+                        f"the state has {name}={value!r} of the sampler {type(sampler).__name__}, and it can't become "
+                        f"that here, where it is {reprlib.repr(here)}; make the sampler as the one that was saved"
+                    )
+
     def check(self, saved: Moment, sampler_state: SamplerState, *, any_rank: bool) -> list[list[str]]:
         """Raises StateError if the saved samplers were created with other arguments than these.
 
@@ -258,6 +278,7 @@ class Samplers:
         """
         self._has_made(saved)
         self._check_generators(saved)
+        self.check_attributes(saved)
         progress, tells = sampler_state.progress, sampler_state.tells
         both = [sorted({*theirs, *ours}) for theirs, ours in zip(progress, self.progress(), strict=True)]
         for sampler, simple, moves in zip(self._chain, saved.attributes, both, strict=True):
@@ -401,6 +422,11 @@ def _makes_generator(sampler: Any) -> bool:
     """Whether it creates its generator on first use, as Accelerate's does."""
     had: Any = _first_attributes(sampler).get("generator", sampler)
     return had is None and type(sampler) not in QUIET_SAMPLERS
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether an attribute may have both values: of one type, or whole numbers, truth values and None."""
+    return type(a) is type(b) or {type(a), type(b)} <= {int, bool, type(None)}
 
 
 def _same(a: Any, b: Any) -> bool:

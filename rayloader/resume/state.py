@@ -30,7 +30,8 @@ import torch
 
 from rayloader import plain_state
 from rayloader.errors import StateError
-from rayloader.plain_state import bytes_of, text_of
+from rayloader.plain_state import bytes_of, text_of, unfit
+from rayloader.random.generators import Located
 from rayloader.random.random_state import RandomState
 from rayloader.resume.drawn import Drawn
 from rayloader.resume.journal import Before, Resumed
@@ -195,6 +196,13 @@ class WorkerStart(NamedTuple):
 
     state: WorkerState | None = None
     before: Before | None = None
+
+    @property
+    def located(self) -> list[Located]:
+        """The generators that the other process looks up by their paths."""
+        snapshots = [one for one in (self.state, self.before and self.before.state) if one is not None]
+        randoms = [random for one in snapshots for random in (one.random, one.begin) if random is not None]
+        return [one for random in randoms for one in random.located or ()]
 
 
 class SavedWorker(NamedTuple):
@@ -394,6 +402,8 @@ class State(NamedTuple):
             )
         with as_saved():
             state: State = _STATE.unpack([packed[name] for name in cls._fields])
+            if state.position is not None and len(state.position.workers) != state.num_workers:
+                raise unfit("num_workers", f"that of its workers, {len(state.position.workers)}", state.num_workers)
         if (dispatched := packed[TAKEN]) != state.taken:
             raise StateError(
                 f"the state says that {state.taken} batches were taken, and {TAKEN}={dispatched!r} dispatched: with "
@@ -443,14 +453,45 @@ def _plain(kind: Any, name: str) -> _Form:
 
     def unpack(packed: Any) -> Any:
         if types is not None and type(packed) not in types:
-            raise TypeError(kind.__name__, name, packed)
-        return packed
+            raise unfit(name, f"of type {annotation}", packed)
+        return _whole(packed, name, _LEAST.get(name, 0)) if type(packed) is int else packed
 
     return _Form(lambda value: value, unpack)
 
 
+def _whole(value: Any, name: str = "numbers", least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**63:
+        raise unfit(name, f"a whole number from {least} to 2**63 - 1", value)
+    return value
+
+
 def _tuples(values: Any) -> Any:
     return tuple(map(_tuples, values)) if isinstance(values, (list, tuple)) else values
+
+
+def _unpack_simple(packed: Any) -> dict[str, Any]:
+    """Simple attributes of a sampler, whose other attributes are not for a state to set."""
+    simple = dict(packed)
+    if not {*map(type, simple)} <= {str} or not {*map(type, simple.values())} <= {int, float, str, bool, type(None)}:
+        raise unfit("attributes of samplers", "numbers, texts, truth values or None", simple)
+    return simple
+
+
+def _unpack_step(packed: Any) -> Step:
+    epoch, step = map(_whole, packed)
+    return epoch, step
+
+
+def _unpack_versions(packed: Any) -> dict[str, str]:
+    if not {type(text) for pair in packed.items() for text in pair} <= {str}:
+        raise unfit("versions", "texts", packed)
+    return {**packed}
+
+
+def _unpack_stage(packed: Any) -> Stage:
+    if not packed:
+        raise unfit("stages", "of ranks", packed)
+    return Stage([[(_whole(begin), _whole(end)) for begin, end in ranges] for ranges in packed])
 
 
 def _pack_object(told: bytes) -> dict[str, Any]:
@@ -471,9 +512,10 @@ def _pack_entry(entry: Task | Resumed) -> tuple[Any, ...]:
 def _unpack_entry(packed: tuple[Any, ...]) -> Task | Resumed:
     kind, *values = packed
     if kind == "begun":
-        return Resumed(*values)
+        return Resumed(*_RESUMED.unpack(values))
     task_id, indices, digest = values
-    return Task(task_id, Drawn(codec.encode(plain_state.unpack(indices)), 0), digest=digest)
+    drawn = Drawn(codec.encode(plain_state.unpack(indices)), 0)
+    return Task(_whole(task_id), drawn, digest=None if digest is None else _whole(digest))
 
 
 def _packed_place(place: SavedPlace, parts: Parts) -> dict[str, Any]:
@@ -490,19 +532,27 @@ def _packed_place(place: SavedPlace, parts: Parts) -> dict[str, Any]:
 def _unpacked_place(packed: dict[str, Any]) -> SavedPlace:
     begin, stream, workers, ahead, *counts = map(packed.__getitem__, SavedPlace._fields)
     if stream is not None:
-        stream = Stream(_maybe(_RANDOM).unpack(stream[0]), _OBJECT.unpack(stream[1]), *stream[2:])
+        random, told, digest, ended = stream
+        stream = Stream(_maybe(_RANDOM).unpack(random), _OBJECT.unpack(told), _whole(digest), ended is True)
     plain = [_plain(SavedPlace, name) for name in SavedPlace._fields[4:]]
     counts = [form.unpack(count) for form, count in zip(plain, counts, strict=True)]
-    ahead = tuple(map(operator.index, ahead))
-    return SavedPlace(_BEGIN.unpack(begin), stream, tuple(map(_WORKER.unpack, workers)), ahead, *counts)
+    ahead = tuple(map(_whole, ahead))
+    place = SavedPlace(_BEGIN.unpack(begin), stream, tuple(map(_WORKER.unpack, workers)), ahead, *counts)
+    if not place.begin.starts or place.next_worker >= max(1, len(place.workers)):
+        raise unfit("next_worker", "one of the workers, in an epoch with a start", place.next_worker)
+    for worker in place.workers:
+        tasks_in(worker.replay)
+    return place
 
 
 _SIMPLE = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, type(None))}
+_LEAST = {"last_task": -1, "dataset_epoch": -(2**63)}  # of the numbers that may be negative
 _PLAIN = _Form(*[lambda value: value] * 2)
 _OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
 _RANDOM = _Form(RandomState.pack, lambda packed: RandomState.unpack(packed).checked())
-_ATTRIBUTES = _each(_Form(lambda simple: tuple(simple.items()), dict))
-_STAGES = _each(_Form(lambda stage: _tuples(stage.taken), lambda taken: Stage(_tuples(taken))))
+_ATTRIBUTES = _each(_Form(lambda simple: tuple(simple.items()), _unpack_simple))
+_STAGES = _each(_Form(lambda stage: _tuples(stage.taken), _unpack_stage))
+_RESUMED = _record(Resumed)
 _FITS = _record(Fits)
 _MOMENT = _record(Moment, random=_RANDOM, attributes=_ATTRIBUTES)
 _SAMPLER = _record(SamplerState, own=_OBJECT, attributes=_ATTRIBUTES, progress=_Form(_tuples, _tuples))
@@ -526,7 +576,7 @@ _STATE = _record(
     sampler=_SAMPLER,
     process=_maybe(_PROCESS),
     position=_maybe(_Form(_PLAIN.pack, _unpacked_place)),  # `State.pack` packs it
-    skip_steps=_each(_Form(tuple, lambda step: tuple(map(operator.index, step)))),
-    versions=_Form(dict, dict),
+    skip_steps=_each(_Form(tuple, _unpack_step)),
+    versions=_Form(dict, _unpack_versions),
     redeal=_maybe(_BEGIN),
 )

@@ -98,11 +98,23 @@ def test_what_is_raised_arrives_in_its_turn(name, theirs):
     assert found == expected
 
 
-@pytest.mark.parametrize("steps", [0, 1.5, True])
+@pytest.mark.parametrize("steps", [-1, 1.5, True])
 def test_its_own_argument_is_checked(steps):
-    with pytest.raises(ValueError, match="snapshot_every_n_steps must be a whole number >= 1 or None"):
+    with pytest.raises(ValueError, match="snapshot_every_n_steps must be None or a whole number >= 0"):
         rayloader.DataLoader(Squares(), snapshot_every_n_steps=steps)
-    assert rayloader.DataLoader(Squares(), snapshot_every_n_steps=None).snapshot_every_n_steps is None
+
+
+@pytest.mark.parametrize("steps", [0, None])
+def test_that_no_worker_is_to_send_its_state_has_no_effect(steps):
+    """In torchdata's loader too, a loader that goes on from a state gives the rest."""
+    for loader_class in (StatefulDataLoader, rayloader.DataLoader):
+        loader = loader_class(Squares(), 2, snapshot_every_n_steps=steps)
+        iterator = iter(loader)
+        next(iterator)
+        state, rest = loader.state_dict(), list(map(str, iterator))
+        loader = loader_class(Squares(), 2, snapshot_every_n_steps=steps)
+        loader.load_state_dict(state)
+        assert list(map(str, loader)) == rest
 
 
 def test_a_state_of_its_own_is_refused():

@@ -130,6 +130,15 @@ class Late(Sized):
         return [index, self.generator.random()]
 
 
+class ImportsLate(Sized):
+    """Draws from a generator in a module that workers alone import."""
+
+    def __getitem__(self, index):
+        import restoring_lazily
+
+        return [index, restoring_lazily.RNG.random()]
+
+
 class LateDeep(Late):
     """Makes it within an object that is made then, too: nobody can make that again."""
 

@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import signal
+import sys
 import time
 from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -19,6 +20,7 @@ from inside import kill_worker
 from latches import Gate
 from probes import Calls, Stream
 from rayloader import DataLoader, ReplayError, StateError
+from rayloader.random import generators
 from rayloader.workers.fleet import Fleet
 from restoring_data import lists
 
@@ -104,6 +106,23 @@ def test_before_and_after_one_is_made_late(seeding):
         states.append(loader.state_dict())
     for taken in (5, 6, 8):
         assert resumed(make({"dataset": data.Late()}, **options), states[taken - 1]) == found[taken:]
+
+
+def test_the_generator_of_a_module_that_only_workers_import(monkeypatch):
+    """It goes on in another worker, and by a state of this program; a state from elsewhere imports nothing."""
+    monkeypatch.setattr(generators, "_known", set())
+
+    def loader():
+        return make({"dataset": data.ImportsLate()}, workers="fork")  # actors would have it from the loader before
+
+    expected = [lists(batch) for batch in loader()]
+    found, state = interrupted(loader(), at=16)
+    assert found == expected
+    assert resumed(loader(), state) == expected[16:]
+    assert "restoring_lazily" not in sys.modules
+    generators._known.clear()
+    with pytest.raises(StateError, match="in the module restoring_lazily, and a state imports nothing"):
+        loader().load_state_dict(state)
 
 
 CANNOT = {

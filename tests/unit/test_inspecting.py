@@ -226,6 +226,26 @@ def test_a_state_and_a_log_are_not_compared(run):
     assert "one of a.arrows and a.json is a state, and the other a log" in words(result.stderr)
 
 
+@pytest.mark.parametrize("char", ["\x1b", "\x07", "\x9b", "\r", "\u202e", "\ud800"])
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_what_a_file_holds_does_not_reach_the_terminal_as_a_command(run, command, char):
+    """Neither to move its cursor, nor to set its title, nor to write from right to left."""
+    escaped = char.encode("unicode_escape").decode()
+    state = saved(num_workers=0)
+    odd = state._replace(versions={f"a{char}]2;": f"{char}[2J"}, fits=state.fits._replace(seeding=f"x{char}"))
+    write(odd, "odd.json")
+    write(state, "plain.json")
+    result = run(command, "odd.json", *["plain.json"] * (command == "diff"))
+    assert char not in result.stdout
+    assert f"{escaped}[2J" in result.stdout
+    torch.save({"name": [odd.pack(), f"x{char}"], f"k{char}": odd.pack()}, "two.pt")
+    result = run(command, "two.pt", *["plain.json"] * (command == "diff"))
+    assert char not in result.stderr
+    assert f"k{escaped}" in words(result.stderr)
+    list(DataLoader(range(8), batch_size=4, name=f"l{char if char != chr(0xD800) else ''}", provenance="log"))
+    assert char not in run("show", "log").stdout
+
+
 def test_text_in_a_state_is_no_markup(run):
     write(saved()._replace(versions={"[bold]x[/]": "[red]1"}), "a.json")
     assert "[bold]x[/] [red]1" in words(run("show", "a.json").stdout)

@@ -337,6 +337,66 @@ def test_a_damaged_log_is_refused_and_not_cut(tmp_path):
     assert path.read_bytes() == content
 
 
+def test_a_damaged_length_in_the_middle_is_no_end(tmp_path):
+    """What comes after it would be cut off by the next run."""
+    path = tmp_path / "log"
+    for _ in range(2):
+        written(path)
+        gc.collect()
+    content = bytearray(path.read_bytes())
+    content[len(provenance.BEGIN) + 7] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RayloaderError, match=f"is damaged after {len(provenance.BEGIN)} bytes"):
+        read(path)
+    with pytest.raises(RayloaderError, match=f"is damaged after {len(provenance.BEGIN)} bytes"):
+        iter(DataLoader(Squares(), provenance=path))
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("place", [10**8, -4, 5])
+def test_offsets_that_leave_the_file_are_damage(tmp_path, place):
+    """Arrow takes them as they are, and reads there when the rows are sorted: the interpreter would crash."""
+    path = tmp_path / "log"
+    written(path)
+    offsets = np.arange(0, 12, 2, np.int32)  # of two indices for each of the five steps
+    content = path.read_bytes()
+    assert content.count(offsets.tobytes()) == 1
+    damaged = np.where(offsets == 2, np.int32(place), offsets)
+    path.write_bytes(content.replace(offsets.tobytes(), damaged.tobytes()))
+    with pytest.raises(RayloaderError, match="is damaged after"):
+        read(path).steps_of(0)
+
+
+OUT_OF_RANGE = {"outcome": 4, "step": -1, "worker": -2, "epoch": 1, "digest": None, "restarts": -1}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_a_row_that_no_run_writes_is_damage(tmp_path, monkeypatch, name):
+    rows = written(tmp_path / "log", flush=False)
+    size = (tmp_path / "log").stat().st_size
+    real = pa.record_batch
+
+    def damaged(columns, schema):
+        content = pa.array([OUT_OF_RANGE[name]] * 5, schema.field(name).type)
+        return real({**columns, name: content}, schema)
+
+    monkeypatch.setattr(pa, "record_batch", damaged)
+    rows.flush()
+    with pytest.raises(RayloaderError, match=f"is damaged after {size} bytes"):
+        read(tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    "value", [{"epoch": "1"}, {"versions": [1]}, {"parts": {"a": 1}}, {"loader": 3}, {"saved": "x"}]
+)
+def test_a_start_that_no_run_writes_is_damage(tmp_path, monkeypatch, value):
+    real = log_writer._message
+    monkeypatch.setattr(log_writer, "_message", lambda rows, told, *rest: real(rows, {**told, **value}, *rest))
+    written(tmp_path / "log", steps=())
+    with pytest.raises(RayloaderError, match=f"is damaged after {len(provenance.BEGIN)} bytes"):
+        read(tmp_path / "log")
+
+
 # ---- killed
 
 

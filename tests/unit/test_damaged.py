@@ -1,0 +1,272 @@
+"""Damaged states and provenance logs: an error of rayloader's or a right result, never a crash, a hang or another."""
+
+import copy
+import json
+import random
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler
+
+from rayloader import DataLoader, StateError
+from rayloader.random.generator_kinds import kind_of, set_state, state_of
+from rayloader.random.generators import Located
+from rayloader.random.random_state import RandomState
+from rayloader.random.search import follow, put
+from rayloader.resume.snapshot import WorkerState
+from rayloader.resume.state import SavedWorker, State, WorkerStart
+from states import saved
+
+HANG_LIMIT = 600.0  # seconds that the cases of one test may take: a damaged length must not lead to an endless loop
+
+CASES = {"log": 80, "state": 200, "worker": 200}
+FULL = {"log": 2_000, "state": 10_000, "worker": 5_000}
+ALL = [(kind, 0, count) for kind, count in CASES.items()]
+ALL += [pytest.param(kind, CASES[kind], count, marks=pytest.mark.full) for kind, count in FULL.items()]
+
+
+@pytest.mark.parametrize(("kind", "first", "count"), ALL)
+def test_what_is_damaged_is_an_error_of_ours_or_is_read(kind, first, count):
+    """In a process of its own, with little memory: the interpreter itself may crash."""
+    program = Path(__file__).with_name("damaging.py")
+    ran = subprocess.run(
+        [sys.executable, "-X", "faulthandler", str(program), kind, str(first), str(count)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]  # of a crash the last number is the case
+    assert json.loads(ran.stdout) == {}
+
+
+# ---- generators
+
+
+def generator_states():
+    """States of generators that NumPy and torch would take, and then read or write outside of their memory."""
+    mersenne, philox = state_of(np.random.MT19937(1)), state_of(np.random.Philox(1))
+    legacy = state_of(np.random.RandomState(1))
+    torchs = torch.Generator().get_state().numpy()
+    for place in (-1, 625, 10**9, 1.0, True):
+        yield np.random.MT19937(), {**mersenne, "state": {**mersenne["state"], "pos": place}}
+        yield np.random.RandomState(), {**legacy, "state": {**legacy["state"], "pos": place}}
+    for place in (-(10**9), 5):
+        yield np.random.Generator(np.random.Philox()), {**philox, "buffer_pos": place}
+    for left, place in ((624, 624), (1, 10**6), (-5, 3)):
+        damaged = torchs.copy()
+        damaged[8:12].view(np.int32)[0], damaged[16:24].view(np.uint64)[0] = left, place
+        yield torch.Generator(), damaged.tobytes()
+    for words in (3, 10**9):
+        yield (
+            np.random.PCG64(),
+            {**state_of(np.random.PCG64(1)), "seed_seq": {**mersenne["seed_seq"], "pool_size": words}},
+        )
+
+
+@pytest.mark.parametrize(
+    ("generator", "state"), [pytest.param(*pair, id=type(pair[0]).__name__) for pair in generator_states()]
+)
+def test_a_place_in_a_generator_is_in_its_range(generator, state):
+    before = state_of(generator)
+    with pytest.raises(ValueError, match=r"^a state's .* must be a whole number from [014] to \d+, got"):
+        set_state(generator, state)
+    assert repr(state_of(generator)) == repr(before)
+    packed = saved(num_workers=0).pack()
+    for random_state in (
+        RandomState(others=(state,)),
+        RandomState(located=(at("dataset", state=state, of=generator),)),
+    ):
+        with pytest.raises(StateError, match="must be a whole number from"):
+            State.load({**packed, "now": random_state.pack()})
+
+
+def test_every_state_of_torch_and_numpy_has_its_places_in_their_ranges():
+    generators = [torch.Generator(), *[kind(1) for kind in (np.random.MT19937, np.random.Philox)]]
+    for _ in range(1300):
+        for generator in generators:
+            set_state(generator, state_of(generator))
+            generator.random_raw() if hasattr(generator, "random_raw") else torch.rand(1, generator=generator)
+
+
+def at(*path, state=None, of=None, root="object"):
+    """A generator of a state, at a path of attributes."""
+    generator = random.Random(1) if of is None else of
+    steps = ((root, path[0]), *(("attribute", name) for name in path[1:]))
+    return Located((steps,), kind_of(generator), state_of(generator) if state is None else state, True)
+
+
+@pytest.mark.parametrize("name", ["seed", "Generator", "os", "RandomState"])
+def test_a_bit_generator_is_one_of_numpys(name, monkeypatch):
+    monkeypatch.setattr(np.random, "seed", lambda: pytest.fail("a state has called it"))
+    state = {**state_of(np.random.PCG64(1)), "bit_generator": name}
+    random_state = RandomState(located=(at("dataset", state=state, of=np.random.PCG64()),))
+    with pytest.raises(StateError, match=r"is not what state_dict\(\) gave"):
+        State.load({**saved(num_workers=0).pack(), "now": random_state.pack()})
+
+
+@pytest.mark.parametrize("dtype", ["O", "i4,i4", ["i4"], "2i4", {"names": ["a"], "formats": ["O"]}])
+def test_an_array_holds_numbers(dtype):
+    packed = saved(num_workers=0).pack()
+    own = {"state": {"rayloader: type": "array", "dtype": dtype, "shape": [1], "content": "AAAAAAAAAAA="}}
+    sampler = (own, *packed["sampler"][1:])
+    with pytest.raises(StateError, match="a state's dtype must be the name of a type of numbers"):
+        State.load({**packed, "sampler": sampler})
+
+
+# ---- what a state names
+
+
+def with_worker(located):
+    """A state of workers, the first of which had a generator."""
+    state = saved(3, dataset=range(100))
+    start = WorkerStart(WorkerState(random=RandomState(located=(located,))))
+    workers = (SavedWorker(start), *state.position.workers[1:])
+    return state._replace(position=state.position._replace(workers=workers)).pack()
+
+
+def test_a_state_imports_no_module(tmp_path, monkeypatch):
+    (tmp_path / "named_by_a_state.py").write_text("import random\nRNG = random.Random(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    located = at("named_by_a_state", "RNG", root="module")
+    loader = DataLoader(range(100), 4, num_workers=2)
+    with pytest.raises(StateError, match=r"in the module named_by_a_state, and a state imports nothing: .*; import it"):
+        loader.load_state_dict(with_worker(located))
+    loader = DataLoader(range(100), 4)
+    state = saved(3, num_workers=0)
+    process = state.process._replace(random=state.process.random._replace(located=(located,)))
+    with pytest.warns(UserWarning, match=r"named_by_a_state\.RNG, which is missing here"):
+        loader.load_state_dict(state._replace(process=process).pack())
+    assert "named_by_a_state" not in sys.modules
+
+
+@pytest.mark.parametrize("module", ["os", "torch.utils.data", "rayloader.options"])
+def test_a_state_reaches_no_module_that_is_not_the_programs(module):
+    loader = DataLoader(range(100), 4, num_workers=2)
+    with pytest.raises(StateError, match=f"in the module {module}, and a state imports nothing"):
+        loader.load_state_dict(with_worker(at(module, "path", root="module")))
+
+
+def function():
+    """Has globals."""
+
+
+class Held:
+    """What a dataset may hold."""
+
+    kept = None
+
+    def __init__(self):
+        self.nothing, self.number, self.dict, self.list = None, 7, {}, []
+        self.later, self.function, self.kind, self.module, self.other = object(), function, Held, types, Path()
+
+    def method(self):
+        """A method."""
+
+
+FREE = [("nothing",), ("number",), ("later",), ("new",), ("kind", "kept"), ("kind", "new")]
+CLOSED = [
+    ("function",),
+    ("kind",),
+    ("module",),
+    ("other",),
+    ("__class__",),
+    ("__dict__",),
+    ("kind", "method"),
+    ("kind", "__init__"),
+    ("module", "SimpleNamespace"),
+    ("module", "new"),
+    ("function", "__globals__", "FREE"),
+    ("other", "__class__", "home"),
+    ("method", "__func__"),
+]
+
+
+@pytest.mark.parametrize("names", FREE + CLOSED)
+def test_where_a_generator_may_be_put(names, monkeypatch):
+    monkeypatch.setattr(Held, "kept", None)
+    held, generator = Held(), random.Random(1)
+    path = (("object", "dataset"), *(("attribute", name) for name in names))
+    before = follow(path, {"dataset": held})
+    if names in FREE:
+        put(path, {"dataset": held}, generator)
+        assert follow(path, {"dataset": held}) is generator
+        monkeypatch.delattr(Held, "new", raising=False)
+    else:
+        with pytest.raises(TypeError, match="can't be put there"):
+            put(path, {"dataset": held}, generator)
+        assert follow(path, {"dataset": held}) is before
+
+
+@pytest.mark.parametrize(
+    "names", [("os",), ("function",), ("Held",), ("Held", "method"), ("sys", "path"), ("function", "__code__")]
+)
+def test_code_of_a_module_stays(names):
+    this = sys.modules[__name__]
+    before = dict(vars(this)), dict(vars(Held))
+    path = (("module", __name__), *(("attribute", name) for name in names))
+    if names != ("os",):  # which this module does not have
+        with pytest.raises(TypeError, match="can't be put there"):
+            put(path, {}, random.Random(1))
+    assert (dict(vars(this)), dict(vars(Held))) == before
+
+
+# ---- other fields
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index
+
+
+def load(change, make=lambda: DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 2, 0))):
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    state = copy.deepcopy(loader.state_dict())
+    change(state)
+    make().load_state_dict(state)
+
+
+NUMBERS = ["next_task", "next_worker", "delivered", "skipped", "draws", "drawn", "checksum", "drawn_checksum"]
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 10**40, "1", 1.0, None, True])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_one_that_a_loader_can_count_to(name, value):
+    with pytest.raises(StateError, match=rf"a state's {name} must be"):
+        load(lambda state: state["position"].update({name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sampler", 1),
+        ("epoch", "x"),
+        ("num_samples", 1.5),
+        ("dataset", None),
+        ("__iter__", []),
+        ("set_epoch", {}),
+    ],
+)
+def test_a_state_sets_no_attribute_of_a_sampler_to_what_it_cannot_be(name, value):
+    """The outermost sampler here is torch's BatchSampler, and within it is a DistributedSampler."""
+
+    def change(state):
+        own, attributes, progress, *rest = state["sampler"]
+        place = 0 if name == "sampler" else 1
+        changed = [dict(items) for items in attributes]
+        changed[place][name] = value
+        names = [(*those, name) for those in progress]
+        state["sampler"] = (own, tuple(tuple(one.items()) for one in changed), tuple(names), *rest)
+
+    with pytest.raises(StateError, match=r"the state has \w+=|attributes of samplers must be"):
+        load(change)
