@@ -160,6 +160,7 @@ class _MappedFile:
     path: str
     nbytes: int
     schema: pa.Schema  # of the columns that are wanted
+    modified: int  # in ns: what a cache of the rows depends on; another node's copy may have another time
 
     def batches(self) -> list[pa.RecordBatch]:
         try:
@@ -246,8 +247,9 @@ def _naming(path: str) -> Iterator[None]:
 def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:
     """What a file holds: mapped, or as a table in memory."""
     if _kind(path) != _PARQUET:
+        modified = os.stat(path).st_mtime_ns
         with pa.memory_map(path) as source:
-            mapped = _MappedFile(path, source.size(), wanted)
+            mapped = _MappedFile(path, source.size(), wanted, modified)
             region = source.read_buffer()
             source.seek(0)
             first = next((batch for batch in _batches_of(source, path) if batch.num_rows), None)
@@ -256,7 +258,8 @@ def _part(path: str, wanted: pa.Schema, cache: _Path | None) -> Any:
     if cache is None:
         table = pa.Table.from_batches(_to_convert(path, wanted), wanted)
         return table.combine_chunks()
-    return _MappedFile(target := _converted(path, wanted, cache), os.stat(target).st_size, wanted)
+    # The name of what was converted says when its source was modified.
+    return _MappedFile(target := _converted(path, wanted, cache), os.stat(target).st_size, wanted, modified=0)
 
 
 def _lies_in(region: pa.Buffer, column: pa.Array) -> bool:

@@ -10,6 +10,7 @@ import fcntl
 import fractions
 import functools
 import gc
+import importlib
 import importlib.metadata
 import io
 import logging
@@ -25,9 +26,11 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -1148,6 +1151,7 @@ def test_fingerprints_see_values_code_and_what_the_code_uses(monkeypatch):
 
 
 MADE = "class Made:\n def __len__(s): return 3\n def __getitem__(s, i): return s.m\n"
+OBJECT = "class T:\n def __init__(s): {}\nt = T()\nclass Made:\n def __getitem__(s, i): return t.k"
 # Programs with a class `Made`, in which `A` is replaced by 1 and by 2.
 PROGRAMS = {
     "a cached property": MADE + " @functools.cached_property\n def m(s): return A",
@@ -1163,6 +1167,29 @@ PROGRAMS = {
         "class T:\n def __init__(s): s.lock = threading.Lock()\n def __call__(s, i): return A\n"
         "t = T()\nclass Made:\n def __getitem__(s, i): return t(i)"
     ),
+    "what a bound method is bound to": (
+        "class T:\n def __init__(s, k): s.k = k\n def at(s, i): return s.k\nat = T(A).at\n"
+        "class Made:\n def __getitem__(s, i): return at(i)"
+    ),
+    "what a class method is bound to": (
+        "class T:\n @classmethod\n def at(c, i): return c.k\nclass U(T): k = 1\nclass V(T): k = 2\n"
+        "at = (U, V)[A - 1].at\nclass Made:\n def __getitem__(s, i): return at(i)"
+    ),
+    "a property's setter": MADE + " @property\n def m(s): return 0\n @m.setter\n def m(s, k): s.k = k * A",
+    "a class of properties": "class P(property): pass\nclass Made:\n m = P(lambda s: A)",
+    "a kind of method": MADE + " @staticmethod\n def m(): return A\n @classmethod\n def n(c): return A",
+    "which kind of method": MADE + " m = (staticmethod, classmethod)[A - 1](lambda *a: a)",
+    "an object with a function": OBJECT.format("s.__func__, s.k = len, A"),
+    "an object with a getter": OBJECT.format("s.fget, s.k = len, A"),
+    "an object that can't be pickled": OBJECT.format("s.k, s.s = A, s") + "\nT.__reduce_ex__ = None",
+    "what the class of one does": (
+        "class T:\n __reduce_ex__ = None\n def k(s): return A\nt = T()\nclass Made:\n def m(s): return t"
+    ),
+    "a weak dictionary": "k = T()\nk.k = A\nt = weakref.WeakValueDictionary({0: k})\nclass Made:\n def m(s): return t",
+    "weak keys": "k = T()\nk.k = A\nt = weakref.WeakKeyDictionary({k: 0})\nclass Made:\n def m(s): return t",
+    "a weak set": "k = T()\nk.k = A\nt = weakref.WeakSet([k])\nclass Made:\n def m(s): return t",
+    "a name in a text": "def n(): return A\nclass Made:\n def m(s): return globals()['n']()",
+    "a name in a text within": "def n(): return A\nclass Made:\n def m(s): return lambda: globals()['n']()",
     "what an exception leads to": (
         "class Made:\n def __getitem__(s, i):\n  try: return i / 0\n  except (ValueError, KeyError)[A - 1]: return 0"
     ),
@@ -1173,7 +1200,8 @@ PROGRAMS = {
 def test_fingerprints_see_code_however_it_is_wrapped(program):
     found = []
     for number in ("1", "2", "2"):
-        names = {"__name__": "__main__", "functools": functools, "threading": threading}
+        names = {"__name__": "__main__", "functools": functools, "threading": threading, "weakref": weakref}
+        names["T"] = type("T", (), {"__module__": "__main__"})
         exec(PROGRAMS[program].replace("A", number), names)
         found.append(fingerprint.fingerprint_of(names["Made"](), None))
     assert found[0] != found[1] == found[2]
@@ -1192,7 +1220,21 @@ def helped_by_an_import(index):
     return decode(index)
 
 
-@pytest.mark.parametrize("make", [helped, helped_by_an_import])
+def helped_by_a_name(index):
+    return getattr(HELPER, "decode")(index)  # noqa: B009
+
+
+def helped_by_the_table_of_modules(index):
+    return sys.modules["a_helper"].decode(index)
+
+
+def helped_by_importlib(index):
+    return importlib.import_module("a_helper").decode(index)
+
+
+@pytest.mark.parametrize(
+    "make", [helped, helped_by_an_import, helped_by_a_name, helped_by_the_table_of_modules, helped_by_importlib]
+)
 def test_fingerprints_see_what_code_uses_of_modules_of_the_program(make, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "a_helper", HELPER)
     monkeypatch.setattr(HELPER, "__file__", str(tmp_path / "a_helper.py"), raising=False)
@@ -1271,10 +1313,15 @@ def test_fingerprints_see_all_of_an_array(one, other):
 def test_fingerprints_are_the_same_in_each_run(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import enum, sys, torch, numpy as np\nColor = enum.Enum('Color', 'red green blue')\n"
-        + "\n" * int("3")
+        "import abc, enum, sys, typing, weakref, torch, numpy as np\nColor = enum.Enum('Color', 'red green blue')\n"
+        "from os import environ\nfrom random import randint, random\nfrom numpy.random import rand\n"
+        "T, P = typing.TypeVar('T'), typing.ParamSpec('P')\nnow, weak = environ.get, weakref.WeakSet(Color)\n"
+        "class Base(abc.ABC, typing.Generic[T, P]):\n"
+        "    def draw(self): return rand(), random(), randint(0, 1), environ, now, weak, typing.List[T]\n"
+        + "\n"
+        * int("3")
         + "LIMIT = {'b', 'a', 'c'}\n"
-        "class Photos(torch.utils.data.Dataset):\n"
+        "class Photos(Base[T, P], torch.utils.data.Dataset[T]):\n"
         "    size, colors = {'x', 'y', 'z'}, set(Color)\n"
         "    def __init__(self): self.names, self.t, self.f = {'p', 'q', 'r'}, torch.arange(9), lambda i: i in LIMIT\n"
         "    def __getitem__(self, i): return i in {'k', 'l', 'm'}\n"
@@ -1286,6 +1333,18 @@ def test_fingerprints_are_the_same_in_each_run(tmp_path):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         outputs.add(subprocess.run([sys.executable, program], env=environment, capture_output=True, check=True).stdout)
     assert len(outputs) == 1
+
+
+def test_fingerprints_see_when_a_mapped_file_was_written(tmp_path):
+    path = tmp_path / "rows.arrow"
+    found = []
+    for last, time in [(3, 1), (4, 2), (4, 2)]:
+        table = pa.table({"x": [1, 2, last]})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        os.utime(path, ns=(time, time))
+        found.append(fingerprint.fingerprint_of(rayloader.ArrowDataset(path), None))
+    assert found[0] != found[1] == found[2]
 
 
 def test_a_file_can_be_mapped_in_part(tmp_path):
