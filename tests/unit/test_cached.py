@@ -14,12 +14,12 @@ import importlib
 import importlib.metadata
 import io
 import logging
-import mmap
 import multiprocessing
 import os
 import pickle
 import random
 import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -830,7 +830,8 @@ def test_copies_in_other_processes_read_the_same_samples(processes):
 def test_the_processes_of_another_node_share_a_file_of_their_own(processes):
     kept = cached(torch.arange(10))
     kept[3]
-    there = dataclasses.replace(kept._place._address, name="rayloader-cache-of-another-node", machine="another one")
+    name = f"rayloader-cache-{secrets.token_hex(8)}-another"  # of this test alone, whoever runs it at the same time
+    there = dataclasses.replace(kept._place._address, name=name, machine="another one")
     made = f"kept = CachedDataset(*pickle.loads({pickle.dumps((kept.dataset, module._InMemory(there), 10, 1000))!r}))"
     first, pipe = begin(
         processes,
@@ -942,6 +943,80 @@ def test_samples_of_something_else_are_not_used(paths, tmp_path):
     assert len(caches_in(folder)) == 5
 
 
+class Numbered(Dataset):
+    """Sample `i` is `i`, but that of `changed` is another; the code of both is the same."""
+
+    def __init__(self, count, changed=-1):
+        self.count, self.changed, self.asked = count, changed, 0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return index + (index == self.changed)
+
+
+def in_epochs(kept, count, by):
+    for _ in range(count):
+        order = random.Random().sample(range(len(kept)), len(kept))
+        if by == "one":
+            yield [kept[index] for index in order]
+        else:
+            yield [sample for at in range(0, len(order), 8) for sample in kept.__getitems__(order[at : at + 8])]
+
+
+@pytest.mark.parametrize("by", ["one", "batch"])
+@pytest.mark.parametrize("changed", [0, 31, 63])
+def test_one_stale_sample_of_64_is_found_within_ten_epochs(changed, by, tmp_path):
+    kept = cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+    assert sorted(kept) == list(range(64))
+    for _ in range(2):  # it stays an error
+        stale = cached(Numbered(64, changed), where=tmp_path, fingerprint="numbers")
+        with pytest.raises(CacheError, match=f"sample {changed} of .* delete /.* to make a new cache, and let finger"):
+            list(in_epochs(stale, 10, by))
+        with pytest.raises(CacheError, match=f"sample {changed} of"):
+            stale[changed]
+
+
+def test_each_run_compares_what_it_has_found_once(tmp_path):
+    [*cached(Numbered(64), where=tmp_path, fingerprint="numbers")]
+    for _ in range(2):
+        kept = cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+        copied = another(kept)
+        for epoch in zip(in_epochs(kept, 4, "one"), in_epochs(copied, 4, "one"), strict=True):
+            assert sorted(epoch[0]) == sorted(epoch[1]) == list(range(64))
+        # Each compares the first that it reads in any case.
+        assert kept.dataset.asked + copied.dataset.asked - 64 <= 1
+        assert all(sorted(epoch) == list(range(64)) for epoch in in_epochs(another(kept), 8, "one"))
+        assert not any(kept._store.is_due(index) for index in range(64))
+
+
+def test_what_this_run_has_built_itself_is_not_compared_so_often(tmp_path):
+    kept = cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+    for _ in in_epochs(kept, 10, "one"):
+        pass
+    assert kept.dataset.asked == 64 + 2 + 1
+
+
+def test_of_many_samples_that_are_found_some_are_compared(tmp_path):
+    [*cached(Numbered(1000), where=tmp_path, fingerprint="numbers")]
+    kept = cached(Numbered(1000), where=tmp_path, fingerprint="numbers")
+    assert sum(bool(entry & sample_store._LEFT) for entry in kept._store._index) == sample_store._COMPARED
+    for _ in in_epochs(kept, 10, "one"):
+        pass
+    assert kept.dataset.asked - sample_store._COMPARED in range(11)
+
+
+def test_counts_outlast_a_crash_of_the_machine(tmp_path, monkeypatch):
+    [*cached(Numbered(64), where=tmp_path, fingerprint="numbers")]
+    cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+    monkeypatch.setattr(sample_store, "_boot", lambda: b"x" * 36)
+    kept = cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+    assert all(sorted(epoch) == list(range(64)) for epoch in in_epochs(kept, 10, "one"))
+    assert (kept.stats().present, kept.stats().built, kept.dataset.asked) == (64, 64, 64)
+
+
 def test_samples_that_do_not_fit_the_dataset_any_more_are_an_error(paths, tmp_path):
     first = cached(Files(paths), where=tmp_path)
     assert [*first] == [0, 1, 2, 3, 4]
@@ -965,15 +1040,14 @@ def test_the_machine_may_die(paths, tmp_path, monkeypatch):
         assert (again.stats().built, again.stats().present) == (built, 5)
 
 
-def test_the_machine_may_die_before_the_header_has_reached_the_disk(paths, tmp_path):
-    kept = cached(Files(paths), where=tmp_path)
-    assert [*kept] == [0, 1, 2, 3, 4]
-    kept._store._bytes[: mmap.PAGESIZE] = bytes(mmap.PAGESIZE)
-    kept._store._bytes[kept._store._index[3] + sample_store._RECORD.size + 2] ^= 1
-    del kept
-    again = cached(Files(paths), where=tmp_path)
-    assert again.stats().present == 0
-    assert [*again] == [0, 1, 2, 3, 4]
+def test_a_header_is_on_the_disk_before_its_file_grows(paths, tmp_path, monkeypatch):
+    """So the machine may die at any time, and no file of ours begins with zeros."""
+    done = []
+    for name in ("pwrite", "fsync", "ftruncate", "posix_fallocate"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, call=call, name=name: (done.append(name), call(*given))[1])
+    cached(Files(paths), where=tmp_path)
+    assert done == ["pwrite", "fsync", "ftruncate", "posix_fallocate"]
 
 
 @pytest.mark.parametrize("field", [8, 16, 20, 24])
@@ -1020,23 +1094,26 @@ def test_a_record_that_is_beyond_the_header_s_end_is_not_used(paths, tmp_path, m
     assert [*again] == [0, 1, 2, 3, 4]
 
 
-def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(paths, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate", "posix_fallocate"])
+def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(paths, tmp_path, monkeypatch, call):
     def work():
-        monkeypatch.setattr(sample_store, "_boot", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         cached(Files(paths), where=tmp_path)
 
     assert in_fork(work) == -signal.SIGKILL
     assert [*cached(Files(paths), where=tmp_path)] == [0, 1, 2, 3, 4]
+    assert cached(Files(paths), where=tmp_path).stats().present == 5
 
 
 def test_a_file_of_another_kind_is_not_written_over(paths, tmp_path):
     cached(Files(paths), where=tmp_path)
     (file,) = caches_in(tmp_path)
-    for times in (1, 10_000):
-        file.write_bytes(b"important " * times)
-        with pytest.raises(CacheError, match="can't be used: it is of another format"):
-            cached(Files(paths), where=tmp_path)
-        assert file.read_bytes() == b"important " * times
+    for content in (b"important " * times for times in (1, 10_000)):
+        for start in (b"", bytes(8), bytes(4096)):
+            file.write_bytes(start + content)
+            with pytest.raises(CacheError, match="can't be used: it is of another format"):
+                cached(Files(paths), where=tmp_path)
+            assert file.read_bytes() == start + content
 
 
 def test_a_cache_may_grow(tmp_path):
