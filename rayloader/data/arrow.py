@@ -197,6 +197,7 @@ class _MappedFile:
     path: str
     nbytes: int
     schema: pa.Schema  # of the columns that are wanted, with the indices of dictionaries as they are in the file
+    modified: int  # in ns: what a cache of the rows depends on; another node's copy may have another time
     is_copy: bool = False  # a file of a cache
 
     def batches(self) -> list[pa.RecordBatch]:
@@ -298,8 +299,9 @@ def _naming(path: str) -> Iterator[None]:
 def _part(path: str, stored: pa.Schema, wanted: pa.Schema, cache: _Path | None) -> Any:
     """What a file holds: mapped, as it is stored, or as a table in memory."""
     if _kind(path) != _PARQUET:
+        modified = os.stat(path).st_mtime_ns
         with pa.memory_map(path) as source:
-            mapped = _MappedFile(path, source.size(), stored)
+            mapped = _MappedFile(path, source.size(), stored, modified)
             region = source.read_buffer()
             source.seek(0)
             first = next((batch for batch in _batches_of(source, path) if batch.num_rows), None)
@@ -309,8 +311,10 @@ def _part(path: str, stored: pa.Schema, wanted: pa.Schema, cache: _Path | None) 
         table = pa.Table.from_batches(_to_convert(path, wanted), wanted)
         return table.combine_chunks()
     target = _converted(path, wanted, cache)
+    # The name of what was converted says when its source was modified.
     with _mapped_copy(target) as source, _naming(target):
-        return _MappedFile(target, source.size(), _as_in(pa.ipc.open_stream(source).schema, wanted), is_copy=True)
+        schema = _as_in(pa.ipc.open_stream(source).schema, wanted)
+        return _MappedFile(target, source.size(), schema, modified=0, is_copy=True)
 
 
 def _lies_in(region: pa.Buffer, column: pa.Array) -> bool:

@@ -2,18 +2,19 @@
 
 Promise: batches are those without the cache, or there is an error. A sample that draws from a random generator is
 refused, and so is one that comes out differently when it is built again: the first samples that a process builds, the
-first that it reads, and a share of all others are compared. Nothing is ever removed: with a random order no other rule
-keeps more of what will be asked for. This module does not import Ray; any thread and any fork may call.
+first that it reads, some of those that an earlier run has left, and a share of all others are compared. Nothing is ever
+removed: with a random order no other rule keeps more of what will be asked for. This module does not import Ray; any
+thread and any fork may call.
 
 NOTE [Which file]. In memory, the file belongs to the process that has made the cache, and ends with it. Forks have it;
 other processes of the node open it through `/proc`, and those of another node have one of their own, which belongs to
 all of them: each looks for it among the files that processes there have open, and the first one makes it. In a folder,
-the name of the file says of what its samples are: see fingerprint.py.
+the name of the file says of what its samples are: see cache_folder.py and fingerprint.py.
 """
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import logging
 import operator
 import os
@@ -29,8 +30,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
+from rayloader.data.cache_folder import InFolder
 from rayloader.data.fingerprint import WithoutContent, content_of, fingerprint_of
-from rayloader.data.sample_store import ABSENT, SampleStore, as_read, size_of
+from rayloader.data.sample_store import ABSENT, SampleStore, size_of
 from rayloader.errors import CacheError, add_note
 from rayloader.namespaces import attributes_in, attributes_of, functions_of, own_modules
 from rayloader.observe.stats import CacheStats, nbytes
@@ -52,6 +54,7 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MOST = 1 << 62  # bytes; a file can't be larger
 # Of the samples that a process builds, so many at first and then one in so many are built twice.
 _FIRST_BUILT, _BUILT = 2, 128
+_SEARCHED = 8  # with so many builds generators are looked for: some are created with the first samples
 # Of those that it reads, the first and then one in so many are built too.
 _READ = 1024
 _OR_A_THREAD = (
@@ -77,6 +80,7 @@ def cached(
     where: str | os.PathLike[str] = "memory",
     *,
     fingerprint: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    shared: bool = False,
 ) -> CachedDataset[_T]:
     """The same dataset, of which each sample is built once per node, and then read.
 
@@ -103,12 +107,17 @@ def cached(
             classes and functions, which always count: the paths of the files that they are built from, or one
             `pathlib.Path`, of which size and time of modification count. Or a text that stands for everything: samples
             of another one are not used.
+        shared: for a folder: other users of a group may write to it, whose programs use the same samples. These must be
+            tensors, arrays, texts, bytes and numbers, in dicts, lists and tuples, which reading never unpickles: who
+            may write to the folder can give other samples, but run no code. Otherwise the file is of this user alone,
+            and one that others could have written is an error.
 
     Raises:
         TypeError: it is not a map-style dataset, or can't be described for a folder.
         ValueError: a value of an argument.
-        CacheError: there is no room for the cache's own tables. From `__getitem__`: a sample draws from a random
-            generator, or differs when it is built again.
+        CacheError: there is no room for the cache's own tables, or others could have written its file. From
+            `__getitem__`: a sample draws from a random generator, differs when it is built again, or is not for
+            `shared`.
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
@@ -118,9 +127,13 @@ def cached(
     count, limit = len(dataset), _bytes_of(max_bytes)
     if where != "memory":
         identity = fingerprint_of(dataset, fingerprint)
-        return CachedDataset(dataset, _InFolder(Path(where).absolute(), identity), count, limit)
-    if fingerprint is not None:
-        raise ValueError("fingerprint= is of a folder: a cache in memory ends with the program; leave it out")
+        if shared:  # records differ
+            identity = hashlib.sha256(identity + b"shared").digest()
+        place = InFolder(Path(where).absolute(), type(dataset).__name__, identity, shared)
+        return CachedDataset(dataset, place, count, limit)
+    if fingerprint is not None or shared:
+        name = "fingerprint=" if fingerprint is not None else "shared="
+        raise ValueError(f"{name} is of a folder: a cache in memory ends with the program; leave it out")
     try:
         file = MemoryFile(f"cache-{secrets.token_hex(8)}", size_of(count, limit))
     except MemoryFileError as error:
@@ -146,7 +159,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         dataset: the one that builds the samples.
     """
 
-    def __init__(self, dataset: Any, place: _InMemory | _InFolder, count: int, max_bytes: int) -> None:
+    def __init__(self, dataset: Any, place: _InMemory | InFolder, count: int, max_bytes: int) -> None:
         self.dataset = dataset
         self._place, self._count, self._max_bytes = place, count, max_bytes
         try:
@@ -171,7 +184,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         sample = self._store.read(number)
         if sample is ABSENT:
             sample = self._built_now([number])[0]
-        elif self._is_to_be_compared():
+        elif self._is_to_be_compared() or self._store.is_due(number):
             self._compare(number, sample)
         return sample  # type: ignore[no-any-return]
 
@@ -181,7 +194,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         samples = list(map(self._store.read, numbers))
         missing = [place for place, sample in enumerate(samples) if sample is ABSENT]
         for number, sample in zip(numbers, samples, strict=True):
-            if sample is not ABSENT and self._is_to_be_compared():
+            if sample is not ABSENT and (self._is_to_be_compared() or self._store.is_due(number)):
                 self._compare(number, sample)
         if missing:
             built = self._built_now([numbers[place] for place in missing])
@@ -207,6 +220,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         self._pid = self._store.pid
         self._built = self._read = 0  # samples
         self._generators: list[Any] = []  # that building could draw from
+        self._searches = _SEARCHED  # that are left
         self._state: RandomState | None = None  # of generators, when a sample was last built
         self._attributes = _attributes_of(self.dataset)
 
@@ -250,17 +264,19 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         except Exception as error:
             add_note(error, f"a share of a cache's samples is built again to be compared; this was sample {number}")
             raise
-        if content_of(as_read(sample)) != content_of(as_read(again)):
+        if content_of(self._store.as_read(sample)) != content_of(self._store.as_read(again)):
             raise CacheError(
                 f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, so that "
                 f"the cache {self._place} would give other batches. Something it depends on has changed (an attribute, "
-                "a file, the time): make a new cache, or apply what changes to the samples of the cache"
+                f"a file, the time): {self._place.anew}, or apply what changes to the samples of the cache"
             )
+        self._store.settle(number)
 
     def _build(self, numbers: list[int]) -> list[_T]:
         """Builds samples, which must not draw from any generator."""
         generators = self._generators  # another thread may look for them too
-        if self._built <= _FIRST_BUILT:  # some are created with the first sample
+        if self._searches > 0:
+            self._searches -= 1
             found = search({"dataset": self.dataset}, [*own_modules(main=True), *_main_of(self.dataset)])
             self._generators = generators = [one.generator for one in found]
         before = self._state = RandomState.capture(generators, self._state)
@@ -276,7 +292,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
             samples = [self.dataset[number] for number in numbers]
         attributes, self._attributes = len(self._attributes), _attributes_of(self.dataset)
         if len(self._attributes) != attributes:  # it may be a generator, made with these samples: all are compared
-            self._built = -len(numbers)
+            self._built, self._searches = -len(numbers), _SEARCHED + 2 * len(numbers)
         if not RandomState.capture(generators, before).equals(before):
             which = f"sample {numbers[0]}" if len(numbers) == 1 else f"one of samples {numbers[:8]}"
             raise CacheError(
@@ -322,6 +338,7 @@ class _InMemory(WithoutContent):
     """Where a cache in memory is: in a file of the process that made it, or in one of this node."""
 
     remedy = "raise this process's limits of memory and open files (ulimit), make room, or lower max_bytes"
+    anew = "make a new cache"
 
     def __init__(self, address: FileAddress, file: MemoryFile | None = None) -> None:
         self._address, self._file = address, file
@@ -339,7 +356,7 @@ class _InMemory(WithoutContent):
                 self._file = MemoryFile.received(open_file(self._address, writable=True), self._address.name)
             except MemoryFileError:
                 self._file = self._of_this_node(count, max_bytes)
-        return SampleStore(self._file.fd, count, max_bytes, in_memory=True, again=True)
+        return SampleStore(self._file.fd, count, max_bytes, in_memory=True)
 
     def _of_this_node(self, count: int, max_bytes: int) -> MemoryFile:
         """The file that processes of this node share, whose name begins like the original's; made if there is none."""
@@ -372,41 +389,9 @@ def _found(prefix: str) -> MemoryFile | None:
             target = os.readlink(link)
             if prefix in target:
                 fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
-                if os.readlink(f"/proc/self/fd/{fd}") == target:
+                if os.readlink(f"/proc/self/fd/{fd}") == target and os.fstat(fd).st_uid == os.geteuid():
                     return MemoryFile.received(fd, target.removeprefix("/memfd:").removesuffix(" (deleted)"))
-                os.close(fd)  # the number has become another file's meanwhile
+                os.close(fd)  # the number has become another file's meanwhile, or another user has taken the name
         except OSError:  # of another user, or closed meanwhile
             continue
     return None
-
-
-class _InFolder(WithoutContent):
-    """Where a cache in a folder is."""
-
-    remedy = "name another folder, make room, or raise this process's limits of memory and open files (ulimit)"
-
-    def __init__(self, folder: Path, identity: bytes, *, again: bool = False) -> None:
-        self._folder, self._identity, self._again = folder, identity, again
-
-    def __str__(self) -> str:
-        return f"in {self._folder}"
-
-    def open(self, count: int, max_bytes: int) -> SampleStore:
-        """Opens this node's file; its name is the identity."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self._identity.hex()[:32]}-{os.uname().nodename}.rayloader-cache"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        shm = Path("/dev/shm")
-        in_memory = shm.exists() and os.fstat(self._fd).st_dev == shm.stat().st_dev
-        options: dict[str, Any] = {"in_memory": in_memory, "identity": self._identity, "again": self._again}
-        return SampleStore(self._fd, count, max_bytes, **options)
-
-    _fd = -1
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), again=True), (self._folder, self._identity)
-
-    def __del__(self, close: Any = os.close) -> None:
-        if self._fd >= 0:
-            close(self._fd)
-            self._fd = -1

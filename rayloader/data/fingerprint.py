@@ -1,10 +1,10 @@
 """What a dataset's samples depend on, as 32 bytes that are the same in each run of a program.
 
 Promise: datasets whose attributes, data or code differ have different fingerprints, as far as they can be seen:
-attributes and data by their values, classes and functions of the program by their code, with the globals and the
-modules of the program that it names, those of installed packages by their names and the packages' versions. Equal ones
-may have different fingerprints; then samples are built again. What samples contain is described in the same way, to
-compare those that are built again.
+attributes and data by their values, methods by their code and the object that they are bound to, classes and functions
+of the program by their code, with the globals and the modules of the program that it names, also in texts; those of
+installed packages by their names and the packages' versions. Equal ones may have different fingerprints; then samples
+are built again. What samples contain is described in the same way, to compare those that are built again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import os
 import stat
 import sys
 import types
-from collections.abc import Iterable, Mapping
+import typing
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -28,10 +30,16 @@ from torch.utils.data import Dataset
 
 from rayloader._compat import no_torch_function
 from rayloader.namespaces import attributes_in, is_a, is_own_name, names_in, namespace_of
+from rayloader.random.generator_kinds import global_generators
 from rayloader.transport.raw import memory
 
-# Of a class: where its source is, and not what it does.
-_OF_THE_SOURCE = {"__firstlineno__", "__doc__", "__dict__", "__weakref__"}
+# Of a class: where its source is, and not what it does; and attributes in an order that differs from run to run.
+_OF_THE_SOURCE = {"__firstlineno__", "__doc__", "__dict__", "__weakref__", "__static_attributes__"}
+# cloudpickle gives them another number in each run; from Python 3.11 on there are three kinds.
+_VARIABLES = tuple(getattr(typing, name) for name in ("TypeVar", "ParamSpec", "TypeVarTuple") if hasattr(typing, name))
+_SETS = set, frozenset, weakref.WeakSet
+# Of each run, and no part of what samples are: those of the global generators' functions must not draw.
+_OF_THE_RUN = {id(os.environ), *(id(generator) for generator, *_ in global_generators())}
 
 # For hashes that take a bounded time.
 _WHOLE = 1 << 16  # bytes: texts and arrays up to this size are described completely
@@ -167,7 +175,7 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
     Args:
         described: the hash.
         seen: classes, functions and names in modules that are described already, with their numbers.
-        lenient: what can't be pickled counts by its type: code may use a lock or a logger.
+        lenient: what can't be pickled counts by its class and attributes: code may use a lock or a logger.
     """
 
     def __init__(self, described: Any, seen: dict[Any, Any], *, lenient: bool = False) -> None:
@@ -176,7 +184,7 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, obj: Any) -> Any:
         """Stands for a set, whose order is another one in each run; so no item may depend on those before it."""
-        if type(obj) not in (set, frozenset):
+        if type(obj) not in _SETS:
             return None
         return sorted((type(self)(hashlib.sha256(), dict(self._seen))._value(item) for item in obj), key=repr)
 
@@ -184,28 +192,45 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
         """How another object is described."""
         if obj is str:  # what descriptions are made of
             return NotImplemented
-        if isinstance(obj, (type, types.FunctionType)):
-            return str, (repr(self._code_of(obj)),)
-        if is_a(obj, WithoutContent):
-            return str, ()
-        if is_a(obj, types.ModuleType):
-            return str, (repr(self._used_of(obj, namespace_of(obj))),)
-        if "__wrapped__" in (attributes_in(obj) or ()):  # such as functools.lru_cache's, which pickle by their names
-            return str, (repr((type(obj).__qualname__, self._values(vars(obj)))),)
-        if is_a(obj, torch.Tensor) and (described := self._tensor(obj)) is not None:
+        if (described := self._in_words(obj)) is not None:
             return str, (described,)
-        if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
-            data = np.ascontiguousarray(obj.view(np.ndarray))
-            content = data.reshape(-1).view(np.uint8) if data.nbytes else b""
-            held = {} if is_a(obj, np.memmap) else attributes_in(obj) or {}  # such as a mask
-            return str, (f"{type(obj).__qualname__} {obj.dtype} {obj.shape} {_hash(content)} {self._values(held)}",)
+        if is_a(obj, weakref.ref):
+            return tuple, ((obj(),),)
         if (reduced := super().reducer_override(obj)) is not NotImplemented or not self._lenient:
             return reduced
         try:
             reduce = self.dispatch_table.get(type(obj))
             return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
-        except Exception:  # nothing that samples depend on can be seen
-            return str, (type(obj).__qualname__,)
+        except Exception:  # what else it holds can't be seen
+            return str, (repr(self._code_of(type(obj))),), attributes_in(obj)
+
+    def _in_words(self, obj: Any) -> str | None:
+        """The description of an object that is not pickled for it."""
+        kind = type(obj).__qualname__
+        if isinstance(obj, (type, types.FunctionType)):
+            return repr(self._code_of(obj))
+        if is_a(obj, WithoutContent):
+            return ""
+        if id(obj) in _OF_THE_RUN:
+            return kind
+        if is_a(obj, _VARIABLES):
+            return repr(obj)
+        if is_a(obj, property):
+            return repr((kind, *map(self._value, (obj.fget, obj.fset, obj.fdel))))
+        if is_a(obj, (staticmethod, classmethod)):
+            return repr((kind, self._value(obj.__func__)))
+        if is_a(obj, types.ModuleType):
+            return repr(self._used_of(obj, namespace_of(obj)))
+        if "__wrapped__" in (attributes_in(obj) or ()):  # such as functools.lru_cache's, which pickle by their names
+            return repr((kind, self._values(vars(obj))))
+        if is_a(obj, torch.Tensor):
+            return self._tensor(obj)
+        if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
+            data = np.ascontiguousarray(obj.view(np.ndarray))
+            content = data.reshape(-1).view(np.uint8) if data.nbytes else b""
+            held = {} if is_a(obj, np.memmap) else attributes_in(obj) or {}  # such as a mask
+            return f"{kind} {obj.dtype} {obj.shape} {_hash(content)} {self._values(held)}"
+        return None
 
     def _tensor(self, tensor: torch.Tensor) -> str | None:
         """A tensor, also of a class of the user's; None if it has no plain memory."""
@@ -233,7 +258,7 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
         cells = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
         held = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
         held |= {"__defaults__": obj.__defaults__, "__kwdefaults__": obj.__kwdefaults__, "__dict__": vars(obj)}
-        used = set(names_in(obj.__code__))
+        used = {*names_in(obj.__code__), *_texts_in(obj.__code__)}
         return name, _code(obj.__code__), self._values(held, used), self._values(_named(obj.__globals__, used), used)
 
     def _used_of(self, module: types.ModuleType, used: Iterable[str]) -> Any:
@@ -252,7 +277,6 @@ class _Describing(cloudpickle.Pickler):  # type: ignore[misc]
         ]
 
     def _value(self, value: Any) -> Any:
-        value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         if isinstance(value, (type, types.FunctionType)):
             return self._code_of(value)
         described = hashlib.sha256()
@@ -306,6 +330,15 @@ class _Sketching(_Describing):
                     few = obj[tuple(slice(None, None, max(1, size // steps)) for size in obj.shape)]
                     return str, (f"{tuple(obj.shape)} of {self._value(few.copy() if is_array else few.clone())}",)
         return super().reducer_override(obj)
+
+
+def _texts_in(code: types.CodeType) -> Iterator[str]:
+    """The texts in a function, and in those within it: by them code may look up what it uses."""
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _texts_in(constant)
 
 
 def _named(globals_: dict[str, Any], used: set[str]) -> dict[str, Any]:

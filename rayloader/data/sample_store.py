@@ -17,8 +17,14 @@ calls: the `with` block of a generator or of a class written in Python could be 
 NOTE [After a crash of the machine]. Processes that die leave a file in a folder whole, for the kernel has it; but when
 the machine dies, the index may have reached the disk, and a record not. So the header names the boot in which the file
 was written. Whoever opens it in a later one marks all its entries as doubtful, and a doubtful record is compared with
-its checksum when it is first read. Where the header has not reached the disk, the file is emptied. What the header
-says of allocated room is not relied on either, for that may be missing, also in a copy of the file.
+its checksum when it is first read. The header is on the disk before the file grows beyond it, so that only an empty
+file is ever one to be begun: what holds anything else is not written to. What the header says of allocated room is not
+relied on, for that may be missing, also in a copy of the file.
+
+NOTE [Found samples]. Those that a file in a folder holds when a run opens it may be stale: their fingerprint does not
+see everything. So each run has some of them compared with what would be built now, chosen at random. The offsets of
+records end in zeros; an index entry has there in how many reads its sample is to be compared. All processes of a run
+share these counts, and the header lists the runs whose samples were chosen.
 """
 
 from __future__ import annotations
@@ -28,28 +34,34 @@ import fcntl
 import functools
 import mmap
 import os
+import random
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rayloader.data import plain_samples
 from rayloader.observe.stats import CacheStats
 from rayloader.transport import codec
 from rayloader.transport.memory_file import available, map_private
 from rayloader.transport.raw import new_memory
 
-FORMAT = 0x7261_796C_6F61_6402  # of the file, with its version in the last byte
+FORMAT = 0x7261_796C_6F61_6403  # of the file, with its version in the last byte
 ABSENT = object()  # instead of a sample
 _T = TypeVar("_T")
 
 # The header's fields, of eight bytes each.
 _FORMAT, _COUNT, _END, _USED, _ALLOCATED, _PRESENT, _NBYTES, _BUILT, _FULL, _PROCESSES = range(10)
-_IDENTITY, _BOOT = slice(96, 128), slice(128, 164)
+_BEGUN = 10  # runs that have opened it; the last of the fields
+_IDENTITY, _BOOT, _RUNS = slice(96, 128), slice(128, 164), slice(512, 1024)
 _HEADER = 4096
 _SLOTS = 4096  # of counts of hits; further processes share them
-_DOUBTFUL = 1 << 63  # in an index entry
+_DOUBTFUL, _LEFT = 1 << 63, 63  # in an index entry; see the notes above
+# Where a 64th of the samples are stale, 300 random ones are all right once in a hundred times. Each of them is compared
+# within its first reads of the run, at one of these.
+_COMPARED, _READS = 300, 8
 _RECORD = struct.Struct("<QQIII4x")  # bytes, number of the sample, bytes of the skeleton, buffers, checksum
 _ALIGN = 64  # bytes; as the codec's spans
 _CHUNK = 1 << 24  # bytes that are allocated at a time
@@ -67,10 +79,23 @@ def size_of(count: int, max_bytes: int) -> int:
     return _data(count) + _aligned(max_bytes, mmap.PAGESIZE)
 
 
-def as_read(sample: Any) -> Any:
-    """A sample as it would be read: objects may differ from those that were pickled, though they are equal."""
-    encoded = codec.encode(sample, known_classes=True)
-    return codec.decode(encoded.skeleton, encoded.buffers)
+def _new_header(count: int, end: int, identity: bytes) -> bytes:
+    header = memoryview(bytearray(_HEADER))
+    numbers = header.cast("Q")
+    numbers[_FORMAT], numbers[_COUNT], numbers[_END] = FORMAT, count, end
+    numbers[_USED] = numbers[_ALLOCATED] = _data(count)
+    header[_IDENTITY], header[_BOOT] = identity, _boot()
+    return bytes(header)
+
+
+def _check_header(header: bytes, count: int, identity: bytes) -> None:
+    numbers = memoryview(header.ljust(_HEADER, b"\0")).cast("Q")
+    if (numbers[_FORMAT], numbers[_COUNT]) != (FORMAT, count):
+        raise ValueError(f"it is of another format, or of {numbers[_COUNT]} samples instead of {count}")
+    if header[_IDENTITY] != identity:
+        raise ValueError("it is of another dataset")
+    if not _data(count) <= numbers[_USED] <= numbers[_END] or numbers[_USED] % _ALIGN:
+        raise ValueError("its header is damaged")
 
 
 def _data(count: int) -> int:
@@ -85,12 +110,16 @@ class SampleStore:
         count: samples.
         max_bytes: that they may take in all.
         in_memory: the file takes memory, of which some must remain.
-        identity: what the samples are of, 32 bytes.
-        again: another object of the same cache has opened it; so its limits stay as they have become.
+        identity: for a file in a folder, what the samples are of, 32 bytes.
+        run: for a file in a folder: a number that objects of the same cache share, also in other processes.
+        plain: what is in the file is not unpickled, because others may write to it.
+
+    Attributes:
+        is_new: this object has begun the file.
 
     Raises:
         OSError: there is no room for the index.
-        ValueError: the file is of another format, number of samples or identity.
+        ValueError: the file is of another format, number of samples or identity; it was not changed.
     """
 
     def __init__(
@@ -100,35 +129,34 @@ class SampleStore:
         max_bytes: int,
         *,
         in_memory: bool,
-        identity: bytes = bytes(32),
-        again: bool = False,
+        identity: bytes | None = None,
+        run: int = 0,
+        plain: bool = False,
     ) -> None:
-        self._fd, self._count, self._in_memory = fd, count, in_memory
+        self._fd, self._count, self._in_memory, self._plain = fd, count, in_memory, plain
         self._lock = _Lock(fd)
 
         def begin() -> None:
-            is_new = not any(os.pread(fd, 8, 0))
-            if is_new:
+            size, header = os.fstat(fd).st_size, os.pread(fd, _HEADER, 0)
+            self.is_new = not any(header) if identity is None else not size
+            if self.is_new:
+                os.pwrite(fd, _new_header(count, size_of(count, max_bytes), identity or bytes(32)), 0)
                 if not in_memory:
-                    os.ftruncate(fd, 0)
+                    os.fsync(fd)
+            else:
+                _check_header(header, count, identity or bytes(32))
+            if self.is_new or size == _HEADER:  # who began it may have died here
                 os.ftruncate(fd, size_of(count, max_bytes))
-            elif os.fstat(fd).st_size < _data(count):
+            elif size < _data(count):
                 raise ValueError("it is of another format, or was cut off")
             os.posix_fallocate(fd, 0, _data(count))
             self._map()
-            if is_new:
-                self._header[_COUNT], self._header[_END] = count, size_of(count, max_bytes)
-                self._header[_USED] = self._header[_ALLOCATED] = _data(count)
-                self._bytes[_IDENTITY], self._bytes[_BOOT] = identity, _boot()
-                self._header[_FORMAT] = FORMAT
-            elif (self._header[_FORMAT], self._header[_COUNT]) != (FORMAT, count):
-                raise ValueError(f"it is of another format, or of {self._header[_COUNT]} samples instead of {count}")
-            elif bytes(self._bytes[_IDENTITY]) != identity:
-                raise ValueError("it is of another dataset")
-            elif not _data(count) <= self._header[_USED] <= self._header[_END] or self._header[_USED] % _ALIGN:
-                raise ValueError("its header is damaged")
-            else:
-                self._adopt(None if again else max_bytes)
+            if not self.is_new:
+                self._adopt()
+            if run and run not in (runs := self._bytes[_RUNS].cast("Q")):
+                self._begin_run(max_bytes)
+                runs[self._header[_BEGUN] % len(runs)] = run
+                self._header[_BEGUN] += 1
             self._take_slot()
 
         self._alone(begin)
@@ -140,15 +168,21 @@ class SampleStore:
         index = _HEADER + 8 * _SLOTS
         self._index = self._bytes[index : index + 8 * self._count].cast("Q")
 
-    def _adopt(self, max_bytes: int | None) -> None:
+    def _begin_run(self, max_bytes: int) -> None:
+        """The limits are those of the newest run, and of what it finds some samples are to be compared."""
+        end = max(size_of(self._count, max_bytes), self._header[_USED])
+        if end > len(self._bytes):
+            os.ftruncate(self._fd, end)
+            self._map()
+        if end != self._header[_END]:
+            self._header[_END], self._header[_FULL] = end, 0
+        draw = random.Random()  # Python seeds it by the system
+        for number in draw.sample(range(self._count), min(self._count, _COMPARED)):
+            if entry := self._index[number]:
+                self._index[number] = entry & ~_LEFT | draw.randint(2, 1 + _READS)
+
+    def _adopt(self) -> None:
         """Prepares a file that was there before; see NOTE [After a crash of the machine]."""
-        if max_bytes is not None:
-            end = max(size_of(self._count, max_bytes), self._header[_USED])
-            if end > len(self._bytes):
-                os.ftruncate(self._fd, end)
-                self._map()
-            if end != self._header[_END]:
-                self._header[_END], self._header[_FULL] = end, 0
         if not self._in_memory:
             self._header[_ALLOCATED] = self._header[_USED]
         if bytes(self._bytes[_BOOT]) != _boot():
@@ -186,6 +220,9 @@ class SampleStore:
         entry = self._index[number]
         if entry & _DOUBTFUL:
             entry = self._examined(number, entry & ~_DOUBTFUL)
+        if (left := entry & _LEFT) > 1:
+            self._index[number] = entry - 1  # if others do so at the same time, one read counts less
+        entry -= left
         if not entry or not self._reaches(entry + _RECORD.size):
             return ABSENT
         nbytes, of, skeleton, count, _ = _RECORD.unpack_from(self._bytes, entry)
@@ -199,11 +236,32 @@ class SampleStore:
             start = _aligned(start)
             buffers.append(view[start : start + size])
             start += size
-        sample = codec.decode(view[_RECORD.size + 8 * count : _RECORD.size + 8 * count + skeleton], buffers)
+        decode = plain_samples.decode if self._plain else codec.decode
+        sample = decode(view[_RECORD.size + 8 * count : _RECORD.size + 8 * count + skeleton], buffers)
         if (slot := self._lock.slot) is None:
             slot = self._alone(self._take_slot)
         self._hits[slot] += 1
         return sample
+
+    def is_due(self, number: int) -> bool:
+        """Whether a sample that was read is to be compared with one that is built now; see NOTE [Found samples]."""
+        return self._index[number] & _LEFT == 1
+
+    def settle(self, number: int) -> None:
+        """A sample was compared, and is right."""
+        if (entry := self._index[number]) & _LEFT:
+            self._index[number] = entry & ~_LEFT
+
+    def as_read(self, sample: Any) -> Any:
+        """A sample as it would be read: objects may differ from those that were pickled, though they are equal."""
+        skeleton, buffers = self._encoded(sample)
+        return (plain_samples.decode if self._plain else codec.decode)(skeleton, buffers)
+
+    def _encoded(self, sample: Any) -> tuple[bytes, Sequence[memoryview]]:
+        if self._plain:
+            return plain_samples.encode(sample)
+        encoded = codec.encode(sample, known_classes=True)
+        return encoded.skeleton, encoded.buffers
 
     def _reaches(self, end: int) -> bool:
         """Whether the file is so long; another process may have made it longer."""
@@ -221,10 +279,11 @@ class SampleStore:
 
     def _examined(self, number: int, entry: int) -> int:
         """The entry, if its record is whole; otherwise 0, and the sample will be built again."""
-        if entry + _RECORD.size <= len(self._bytes):
-            nbytes, of, *_, checksum = _RECORD.unpack_from(self._bytes, entry)
-            is_inside = _RECORD.size <= nbytes <= len(self._bytes) - entry
-            record = self._bytes[entry : entry + nbytes]
+        at = entry & ~_LEFT
+        if at + _RECORD.size <= len(self._bytes):
+            nbytes, of, *_, checksum = _RECORD.unpack_from(self._bytes, at)
+            is_inside = _RECORD.size <= nbytes <= len(self._bytes) - at
+            record = self._bytes[at : at + nbytes]
             if of == number and is_inside and checksum == _checksum(record[: _RECORD.size - 8], record[_RECORD.size :]):
                 self._index[number] = entry
                 return entry
@@ -244,19 +303,19 @@ class SampleStore:
             Whether this is the first one that finds no room.
 
         Raises:
-            Exception: it can't be pickled.
+            Exception: it can't be pickled, or is not plain.
         """
-        encoded = codec.encode(sample, known_classes=True)
-        sizes = [buffer.nbytes for buffer in encoded.buffers]
-        parts: list[bytes | memoryview] = [struct.pack(f"<{len(sizes)}Q", *sizes) + encoded.skeleton]
+        skeleton, buffers = self._encoded(sample)
+        sizes = [buffer.nbytes for buffer in buffers]
+        parts: list[bytes | memoryview] = [struct.pack(f"<{len(sizes)}Q", *sizes) + skeleton]
         nbytes = _RECORD.size + len(parts[0])
-        for buffer in encoded.buffers:
+        for buffer in buffers:
             parts += bytes(-nbytes % _ALIGN), buffer
             nbytes = _aligned(nbytes) + buffer.nbytes
         at, is_first = self._alone(lambda: self._reserve(number, _aligned(nbytes)))
         if not at:
             return is_first
-        fields = nbytes, number, len(encoded.skeleton), len(sizes)
+        fields = nbytes, number, len(skeleton), len(sizes)
         checksum = 0 if self._in_memory else _checksum(_RECORD.pack(*fields, 0)[:-8], *parts)
         try:
             _write([_RECORD.pack(*fields, checksum), *parts], self._fd, at)

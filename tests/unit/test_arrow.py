@@ -809,10 +809,10 @@ def pipe(path):
 FOREIGN = [
     ("is a symbolic link", linked),
     ("is a symbolic link", dangling),
-    ("has 2 names", twice),
-    ("has mode 0o664", lambda path: path.chmod(0o664)),
-    ("has mode 0o646", lambda path: path.chmod(0o646)),
-    ("is not a regular file", pipe),
+    ("has 2 hard links instead of one", twice),
+    ("may be written to by others, with mode 664", lambda path: path.chmod(0o664)),
+    ("may be written to by others, with mode 646", lambda path: path.chmod(0o646)),
+    ("is no regular file", pipe),
 ]
 
 
@@ -823,9 +823,9 @@ def test_a_copy_that_others_may_have_written_is_refused(what, change, tmp_path):
     (copy,) = cache.iterdir()
     change(copy)
     for use in (lambda: ArrowDataset(path, cache=cache), lambda: pickle.loads(sent)):  # also when a worker opens it
-        with pytest.raises(CacheError, match="a file of a cache must be a regular file of this user") as found:
+        with pytest.raises(CacheError) as found:
             use()
-        assert f"{copy} {what}; remove it, or name another folder" in str(found.value)
+        assert f"the cache file {copy} {what}, so that it may hold what another user has put there" in str(found.value)
     copy.unlink()
     assert len(ArrowDataset(path, cache=cache)) == 1000
 
@@ -835,7 +835,7 @@ def test_a_copy_of_another_user_is_refused(tmp_path, monkeypatch):
     ArrowDataset(path, cache=cache)
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    with pytest.raises(CacheError, match=f"belongs to user {own}, and this process is of user {own + 1}; remove it"):
+    with pytest.raises(CacheError, match=f"belongs to user {own}, and this process to user {own + 1}, so"):
         ArrowDataset(path, cache=cache)
 
 

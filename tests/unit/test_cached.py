@@ -10,24 +10,27 @@ import fcntl
 import fractions
 import functools
 import gc
+import importlib
 import importlib.metadata
 import io
 import logging
-import mmap
 import multiprocessing
 import os
 import pickle
 import random
 import resource
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -827,7 +830,8 @@ def test_copies_in_other_processes_read_the_same_samples(processes):
 def test_the_processes_of_another_node_share_a_file_of_their_own(processes):
     kept = cached(torch.arange(10))
     kept[3]
-    there = dataclasses.replace(kept._place._address, name="rayloader-cache-of-another-node", machine="another one")
+    name = f"rayloader-cache-{secrets.token_hex(8)}-another"  # of this test alone, whoever runs it at the same time
+    there = dataclasses.replace(kept._place._address, name=name, machine="another one")
     made = f"kept = CachedDataset(*pickle.loads({pickle.dumps((kept.dataset, module._InMemory(there), 10, 1000))!r}))"
     first, pipe = begin(
         processes,
@@ -939,6 +943,80 @@ def test_samples_of_something_else_are_not_used(paths, tmp_path):
     assert len(caches_in(folder)) == 5
 
 
+class Numbered(Dataset):
+    """Sample `i` is `i`, but that of `changed` is another; the code of both is the same."""
+
+    def __init__(self, count, changed=-1):
+        self.count, self.changed, self.asked = count, changed, 0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return index + (index == self.changed)
+
+
+def in_epochs(kept, count, by):
+    for _ in range(count):
+        order = random.Random().sample(range(len(kept)), len(kept))
+        if by == "one":
+            yield [kept[index] for index in order]
+        else:
+            yield [sample for at in range(0, len(order), 8) for sample in kept.__getitems__(order[at : at + 8])]
+
+
+@pytest.mark.parametrize("by", ["one", "batch"])
+@pytest.mark.parametrize("changed", [0, 31, 63])
+def test_one_stale_sample_of_64_is_found_within_ten_epochs(changed, by, tmp_path):
+    kept = cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+    assert sorted(kept) == list(range(64))
+    for _ in range(2):  # it stays an error
+        stale = cached(Numbered(64, changed), where=tmp_path, fingerprint="numbers")
+        with pytest.raises(CacheError, match=f"sample {changed} of .* delete /.* to make a new cache, and let finger"):
+            list(in_epochs(stale, 10, by))
+        with pytest.raises(CacheError, match=f"sample {changed} of"):
+            stale[changed]
+
+
+def test_each_run_compares_what_it_has_found_once(tmp_path):
+    [*cached(Numbered(64), where=tmp_path, fingerprint="numbers")]
+    for _ in range(2):
+        kept = cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+        copied = another(kept)
+        for epoch in zip(in_epochs(kept, 4, "one"), in_epochs(copied, 4, "one"), strict=True):
+            assert sorted(epoch[0]) == sorted(epoch[1]) == list(range(64))
+        # Each compares the first that it reads in any case.
+        assert kept.dataset.asked + copied.dataset.asked - 64 <= 1
+        assert all(sorted(epoch) == list(range(64)) for epoch in in_epochs(another(kept), 8, "one"))
+        assert not any(kept._store.is_due(index) for index in range(64))
+
+
+def test_what_this_run_has_built_itself_is_not_compared_so_often(tmp_path):
+    kept = cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+    for _ in in_epochs(kept, 10, "one"):
+        pass
+    assert kept.dataset.asked == 64 + 2 + 1
+
+
+def test_of_many_samples_that_are_found_some_are_compared(tmp_path):
+    [*cached(Numbered(1000), where=tmp_path, fingerprint="numbers")]
+    kept = cached(Numbered(1000), where=tmp_path, fingerprint="numbers")
+    assert sum(bool(entry & sample_store._LEFT) for entry in kept._store._index) == sample_store._COMPARED
+    for _ in in_epochs(kept, 10, "one"):
+        pass
+    assert kept.dataset.asked - sample_store._COMPARED in range(11)
+
+
+def test_counts_outlast_a_crash_of_the_machine(tmp_path, monkeypatch):
+    [*cached(Numbered(64), where=tmp_path, fingerprint="numbers")]
+    cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+    monkeypatch.setattr(sample_store, "_boot", lambda: b"x" * 36)
+    kept = cached(Numbered(64), where=tmp_path, fingerprint="numbers")
+    assert all(sorted(epoch) == list(range(64)) for epoch in in_epochs(kept, 10, "one"))
+    assert (kept.stats().present, kept.stats().built, kept.dataset.asked) == (64, 64, 64)
+
+
 def test_samples_that_do_not_fit_the_dataset_any_more_are_an_error(paths, tmp_path):
     first = cached(Files(paths), where=tmp_path)
     assert [*first] == [0, 1, 2, 3, 4]
@@ -962,15 +1040,14 @@ def test_the_machine_may_die(paths, tmp_path, monkeypatch):
         assert (again.stats().built, again.stats().present) == (built, 5)
 
 
-def test_the_machine_may_die_before_the_header_has_reached_the_disk(paths, tmp_path):
-    kept = cached(Files(paths), where=tmp_path)
-    assert [*kept] == [0, 1, 2, 3, 4]
-    kept._store._bytes[: mmap.PAGESIZE] = bytes(mmap.PAGESIZE)
-    kept._store._bytes[kept._store._index[3] + sample_store._RECORD.size + 2] ^= 1
-    del kept
-    again = cached(Files(paths), where=tmp_path)
-    assert again.stats().present == 0
-    assert [*again] == [0, 1, 2, 3, 4]
+def test_a_header_is_on_the_disk_before_its_file_grows(paths, tmp_path, monkeypatch):
+    """So the machine may die at any time, and no file of ours begins with zeros."""
+    done = []
+    for name in ("pwrite", "fsync", "ftruncate", "posix_fallocate"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, call=call, name=name: (done.append(name), call(*given))[1])
+    cached(Files(paths), where=tmp_path)
+    assert done == ["pwrite", "fsync", "ftruncate", "posix_fallocate"]
 
 
 @pytest.mark.parametrize("field", [8, 16, 20, 24])
@@ -1017,23 +1094,26 @@ def test_a_record_that_is_beyond_the_header_s_end_is_not_used(paths, tmp_path, m
     assert [*again] == [0, 1, 2, 3, 4]
 
 
-def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(paths, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate", "posix_fallocate"])
+def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(paths, tmp_path, monkeypatch, call):
     def work():
-        monkeypatch.setattr(sample_store, "_boot", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         cached(Files(paths), where=tmp_path)
 
     assert in_fork(work) == -signal.SIGKILL
     assert [*cached(Files(paths), where=tmp_path)] == [0, 1, 2, 3, 4]
+    assert cached(Files(paths), where=tmp_path).stats().present == 5
 
 
 def test_a_file_of_another_kind_is_not_written_over(paths, tmp_path):
     cached(Files(paths), where=tmp_path)
     (file,) = caches_in(tmp_path)
-    for times in (1, 10_000):
-        file.write_bytes(b"important " * times)
-        with pytest.raises(CacheError, match="can't be used: it is of another format"):
-            cached(Files(paths), where=tmp_path)
-        assert file.read_bytes() == b"important " * times
+    for content in (b"important " * times for times in (1, 10_000)):
+        for start in (b"", bytes(8), bytes(4096)):
+            file.write_bytes(start + content)
+            with pytest.raises(CacheError, match="can't be used: it is of another format"):
+                cached(Files(paths), where=tmp_path)
+            assert file.read_bytes() == start + content
 
 
 def test_a_cache_may_grow(tmp_path):
@@ -1148,6 +1228,7 @@ def test_fingerprints_see_values_code_and_what_the_code_uses(monkeypatch):
 
 
 MADE = "class Made:\n def __len__(s): return 3\n def __getitem__(s, i): return s.m\n"
+OBJECT = "class T:\n def __init__(s): {}\nt = T()\nclass Made:\n def __getitem__(s, i): return t.k"
 # Programs with a class `Made`, in which `A` is replaced by 1 and by 2.
 PROGRAMS = {
     "a cached property": MADE + " @functools.cached_property\n def m(s): return A",
@@ -1163,6 +1244,29 @@ PROGRAMS = {
         "class T:\n def __init__(s): s.lock = threading.Lock()\n def __call__(s, i): return A\n"
         "t = T()\nclass Made:\n def __getitem__(s, i): return t(i)"
     ),
+    "what a bound method is bound to": (
+        "class T:\n def __init__(s, k): s.k = k\n def at(s, i): return s.k\nat = T(A).at\n"
+        "class Made:\n def __getitem__(s, i): return at(i)"
+    ),
+    "what a class method is bound to": (
+        "class T:\n @classmethod\n def at(c, i): return c.k\nclass U(T): k = 1\nclass V(T): k = 2\n"
+        "at = (U, V)[A - 1].at\nclass Made:\n def __getitem__(s, i): return at(i)"
+    ),
+    "a property's setter": MADE + " @property\n def m(s): return 0\n @m.setter\n def m(s, k): s.k = k * A",
+    "a class of properties": "class P(property): pass\nclass Made:\n m = P(lambda s: A)",
+    "a kind of method": MADE + " @staticmethod\n def m(): return A\n @classmethod\n def n(c): return A",
+    "which kind of method": MADE + " m = (staticmethod, classmethod)[A - 1](lambda *a: a)",
+    "an object with a function": OBJECT.format("s.__func__, s.k = len, A"),
+    "an object with a getter": OBJECT.format("s.fget, s.k = len, A"),
+    "an object that can't be pickled": OBJECT.format("s.k, s.s = A, s") + "\nT.__reduce_ex__ = None",
+    "what the class of one does": (
+        "class T:\n __reduce_ex__ = None\n def k(s): return A\nt = T()\nclass Made:\n def m(s): return t"
+    ),
+    "a weak dictionary": "k = T()\nk.k = A\nt = weakref.WeakValueDictionary({0: k})\nclass Made:\n def m(s): return t",
+    "weak keys": "k = T()\nk.k = A\nt = weakref.WeakKeyDictionary({k: 0})\nclass Made:\n def m(s): return t",
+    "a weak set": "k = T()\nk.k = A\nt = weakref.WeakSet([k])\nclass Made:\n def m(s): return t",
+    "a name in a text": "def n(): return A\nclass Made:\n def m(s): return globals()['n']()",
+    "a name in a text within": "def n(): return A\nclass Made:\n def m(s): return lambda: globals()['n']()",
     "what an exception leads to": (
         "class Made:\n def __getitem__(s, i):\n  try: return i / 0\n  except (ValueError, KeyError)[A - 1]: return 0"
     ),
@@ -1173,7 +1277,8 @@ PROGRAMS = {
 def test_fingerprints_see_code_however_it_is_wrapped(program):
     found = []
     for number in ("1", "2", "2"):
-        names = {"__name__": "__main__", "functools": functools, "threading": threading}
+        names = {"__name__": "__main__", "functools": functools, "threading": threading, "weakref": weakref}
+        names["T"] = type("T", (), {"__module__": "__main__"})
         exec(PROGRAMS[program].replace("A", number), names)
         found.append(fingerprint.fingerprint_of(names["Made"](), None))
     assert found[0] != found[1] == found[2]
@@ -1192,7 +1297,21 @@ def helped_by_an_import(index):
     return decode(index)
 
 
-@pytest.mark.parametrize("make", [helped, helped_by_an_import])
+def helped_by_a_name(index):
+    return getattr(HELPER, "decode")(index)  # noqa: B009
+
+
+def helped_by_the_table_of_modules(index):
+    return sys.modules["a_helper"].decode(index)
+
+
+def helped_by_importlib(index):
+    return importlib.import_module("a_helper").decode(index)
+
+
+@pytest.mark.parametrize(
+    "make", [helped, helped_by_an_import, helped_by_a_name, helped_by_the_table_of_modules, helped_by_importlib]
+)
 def test_fingerprints_see_what_code_uses_of_modules_of_the_program(make, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "a_helper", HELPER)
     monkeypatch.setattr(HELPER, "__file__", str(tmp_path / "a_helper.py"), raising=False)
@@ -1271,10 +1390,15 @@ def test_fingerprints_see_all_of_an_array(one, other):
 def test_fingerprints_are_the_same_in_each_run(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import enum, sys, torch, numpy as np\nColor = enum.Enum('Color', 'red green blue')\n"
-        + "\n" * int("3")
+        "import abc, enum, sys, typing, weakref, torch, numpy as np\nColor = enum.Enum('Color', 'red green blue')\n"
+        "from os import environ\nfrom random import randint, random\nfrom numpy.random import rand\n"
+        "T, P = typing.TypeVar('T'), typing.ParamSpec('P')\nnow, weak = environ.get, weakref.WeakSet(Color)\n"
+        "class Base(abc.ABC, typing.Generic[T, P]):\n"
+        "    def draw(self): return rand(), random(), randint(0, 1), environ, now, weak, typing.List[T]\n"
+        + "\n"
+        * int("3")
         + "LIMIT = {'b', 'a', 'c'}\n"
-        "class Photos(torch.utils.data.Dataset):\n"
+        "class Photos(Base[T, P], torch.utils.data.Dataset[T]):\n"
         "    size, colors = {'x', 'y', 'z'}, set(Color)\n"
         "    def __init__(self): self.names, self.t, self.f = {'p', 'q', 'r'}, torch.arange(9), lambda i: i in LIMIT\n"
         "    def __getitem__(self, i): return i in {'k', 'l', 'm'}\n"
@@ -1286,6 +1410,18 @@ def test_fingerprints_are_the_same_in_each_run(tmp_path):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         outputs.add(subprocess.run([sys.executable, program], env=environment, capture_output=True, check=True).stdout)
     assert len(outputs) == 1
+
+
+def test_fingerprints_see_when_a_mapped_file_was_written(tmp_path):
+    path = tmp_path / "rows.arrow"
+    found = []
+    for last, time in [(3, 1), (4, 2), (4, 2)]:
+        table = pa.table({"x": [1, 2, last]})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        os.utime(path, ns=(time, time))
+        found.append(fingerprint.fingerprint_of(rayloader.ArrowDataset(path), None))
+    assert found[0] != found[1] == found[2]
 
 
 def test_a_file_can_be_mapped_in_part(tmp_path):

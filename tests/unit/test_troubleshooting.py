@@ -215,7 +215,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "SharedList index": lambda: SharedList("ab")[2],
     "cached() needs": lambda: rayloader.cached(object()),
     "max_bytes must": lambda: rayloader.cached([1], "much"),
-    "fingerprint= is of": lambda: rayloader.cached([1], fingerprint="1"),
+    "... is of a folder": lambda: rayloader.cached([1], fingerprint="1"),
     "a cached dataset is asked": lambda: rayloader.cached([1])["a"],
     "index ... is out of range": lambda: rayloader.cached([1])[1],
     "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
@@ -290,6 +290,9 @@ TESTS = {
             "this iterator was interrupted",
             "rayloader: an epoch was interrupted",
         ],
+    },
+    "unit/test_engine.py": {
+        "test_where_something_was_lost_next_does_not_wait_for_ever": ["no worker has anything to do"],
     },
     "integration/test_local.py": {
         "test_another_dataset_is_refused": ["the state does not fit the random"],
@@ -526,7 +529,6 @@ TESTS = {
             "this process cannot open",
             "..., a file of an ArrowDataset, has",
         ],
-        "test_a_copy_that_others_may_have_written_is_refused": ["a file of a cache must be"],
         "test_indices": ["ArrowDataset index", "an index of an ArrowDataset"],
         "test_a_null_is_an_error_that_names_column_row_and_remedy": ["column ... is null"],
         "test_a_function_is_called_with_each_value": ["decode[...] raised"],
@@ -564,6 +566,13 @@ TESTS = {
             "the sampler ... gives more",
         ],
         "test_the_same_random_order_again_is_told_once": ["this epoch has the same"],
+    },
+    "unit/test_cache_folder.py": {
+        "test_a_file_that_others_could_have_written_is_not_read": ["the cache file ..."],
+        "test_a_group_s_folder_must_be_there": ["shared=True needs a folder"],
+        "test_what_a_group_s_cache_can_t_hold_is_an_error": ["a cache with shared=True keeps"],
+        "test_damaged_records_are_an_error": ["a record of the cache is damaged"],
+        "test_older_caches_of_the_dataset_are_told_when_another_one_is_made": ["rayloader: beside the new cache"],
     },
     "unit/test_cached.py": {
         "test_batches_are_read_at_once_and_missing_samples_built_at_once": ["__getitems__ of the cached"],
