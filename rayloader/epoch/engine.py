@@ -167,6 +167,7 @@ class Engine:
                 self._rebuild(worker)
             else:
                 self.handle(WorkerReady(worker.worker_id))
+        self._revive()  # nothing comes that would do it
         self._limit()
         self.handle(Opened())
         self._revive()  # a worker whose process died after its stream had ended was not replaced until now

@@ -36,7 +36,7 @@ from rayloader.resume.digest import chain, digest, digest_of, of_error
 from rayloader.resume.drawn import drawn
 from rayloader.resume.samplers import Resuming
 from rayloader.resume.skips import SkipSteps
-from rayloader.resume.snapshot import has_state, load_state
+from rayloader.resume.snapshot import end_again, has_state, load_state
 from rayloader.resume.state import State, Stream
 from rayloader.task import Outcome, Task
 
@@ -71,6 +71,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
+        earlier = loader._position
         self.position = position = new_position(loader, state, 0, 0)
         position.log = log
         if saved is None:
@@ -88,19 +89,26 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self._given = types.SimpleNamespace(dataset=loader.dataset, collate_fn=loader.collate_fn)
         self._reader = Reader(ranks_told(loader))
         self._failure: SkipLimitError | None = None
-        self._has_just_loaded = saved is not None  # whether the dataset has loaded a state, and built no batch since
+        if earlier is not None and state is None:
+            position.loaded = earlier.loaded
+            broken_off = not earlier.finished and (earlier.delivered > 0 or earlier.follows_break)
+            position.follows_break = self._iterable and has_state(self._dataset) and broken_off
+        elif state is not None and state.process is not None:
+            position.loaded = state.process.dataset
         if saved is None:
             position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
             if state is not None and state.redeal is not None:
                 self._sampler_iter = position.redeals(state.redeal)
             _compat_datasets.begins(self._dataset)
             begin = capture_random(self._given) if self._is_read_again else None
+            self._settle()
             self._iterate(Stream(begin))
         else:
             self._sampler_iter = position.unpack(saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
             read_skips(loader, position, skips)
             self._num_yielded = position.delivered
+            self._settle()
             self._go_on(Stream() if saved.stream is None else replace(saved.stream))
         self._tally = loader._recorder.begins(self, 0)
         self._samples = 0  # number of samples in the last batch
@@ -127,7 +135,27 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             )
         if self._iterable and has_state(self._dataset_fetcher.dataset_iter):
             stream.begin, stream.iterator = None, self._dataset_fetcher.dataset_iter
+            if stream.iterator is self._dataset:
+                stream.told = self.position.loaded
         self._stream = self.position.stream = stream
+
+    def _settle(self) -> None:
+        """Lets a stream that has loaded the state of the end of its last epoch take that over."""
+        position = self.position
+        if not self._iterable or position.loaded is None or position.delivered or not position.epoch_of_run:
+            return
+        generators = generators_of(self._given)
+        before = RandomState.capture(generators)
+        try:
+            self._iterate(Stream())
+            self._end_again()
+        finally:
+            before.restore(generators)
+
+    def _end_again(self) -> None:
+        with _compat_datasets.loading(self._dataset):
+            if end_again(self._dataset_fetcher, self.position.loaded, None):
+                self.position.loaded = None
 
     def _go_on(self, stream: Stream) -> None:
         """Brings the dataset's iterator to where it was. The program's generators keep their states."""
@@ -147,6 +175,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 self._read_again()
             if self._iterable:
                 self._dataset_fetcher.ended = stream.ended
+            if stream.ended and self.position.loaded:
+                self._end_again()
         finally:
             before.restore(generators)
 
@@ -257,8 +287,9 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def _build(self, task: int, indices: Any, skipped: list[fetching.Skipped]) -> Any:
         left_out = skipped if self._options.skips_errors else None
         # A dataset may pass a state that it has loaded on to others only when it is iterated.
-        loading = _compat_datasets.loading(self._dataset) if self._has_just_loaded else contextlib.nullcontext()
-        self._has_just_loaded = False
+        loading = _compat_datasets.loading(self._dataset) if self.position.loaded else contextlib.nullcontext()
+        if not getattr(self._dataset_fetcher, "ended", False):
+            self.position.loaded = self._stream.told = None
         with self._seeded(task), self._reader.reads(), loading:
             samples, self._samples = fetching.fetch(self._dataset_fetcher, self._dataset_kind, indices, left_out)
             data = self._collate_fn(samples)

@@ -83,7 +83,7 @@ def _is_torchs_alone(samples: Any) -> bool:
 
 
 def adopt_collate_fn_map(drivers: dict[Any, Any]) -> None:
-    """In a worker: makes torch's collate map the driver's, as after a fork, with our versions of some functions.
+    """In a worker: makes torch's collate map the driver's, with our versions of some functions.
 
     Entries that modules have added while this worker imported them stay, after the driver's entries: the order matters.
     """

@@ -33,7 +33,7 @@ from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
 from rayloader.resume.digest import chain, digest, of_error
 from rayloader.resume.journal import Resumed
-from rayloader.resume.snapshot import SnapshotTaker, WorkerState, has_state, load_state
+from rayloader.resume.snapshot import SnapshotTaker, WorkerState, end_again, has_state, load_state
 from rayloader.transport import codec, unpicklable
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
@@ -94,7 +94,6 @@ class HostedWorker:
         self._dataset_epoch: int | None = None
         self._tasks = 0  # number built in this epoch
         self._last_task = -1
-        self._has_just_loaded = False  # whether the dataset has loaded a state, and built no batch since
         self._digest = 0
         self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
@@ -112,7 +111,7 @@ class HostedWorker:
         """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error.
 
         Args:
-            opened: makes the process as a fork of the driver is; returns the replica, and the generators in it if they
+            opened: returns the replica, and the generators in it if they
                 were noted.
             state: to continue from; None: newly started.
         """
@@ -143,20 +142,19 @@ class HostedWorker:
             raise ReplayError(f"the state of worker {self._setup.worker_id} could not be saved:\n{state.error}")
         self._epoch, self._exhausted = state.epoch, state.exhausted
         self._tell_epoch(state.dataset_epoch)
-        self._has_just_loaded = state.dataset is not None
         with _compat_datasets.loading(self._dataset):
             self._load_states(state)
 
     def _load_states(self, state: WorkerState) -> None:
         load_state(self._dataset, state.dataset)
-        has_own = state.dataset is not None or state.iterator is not None
-        if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not has_own)):
+        if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not state.has_own)):
             if state.begin is not None:
                 self._recorder.restore(state.begin)
             self._goal, self._exhausted = state, False
             self._to_replay += state.tasks
             self._create_fetcher()
             return
+        self._recorder.loaded = state if state.has_own else None
         self._create_fetcher()
         load_state(self._iterator, state.iterator)  # after `__iter__`, which may have reset it to its start
         if self._is_iterable:
@@ -196,6 +194,13 @@ class HostedWorker:
         self._unrestored = self._failure is not None
         self._last_task = goal.last_task
         return True
+
+    def _end_again(self, loaded: WorkerState) -> None:
+        """Lets a stream that has loaded the state of its end take that over."""
+        with self._keeping_failure(), _compat_datasets.loading(self._dataset):
+            if end_again(self._fetcher, loaded.dataset, loaded.iterator):
+                self._recorder.loaded = None
+            self._recorder.restore(loaded.random)
 
     @property
     def failure(self) -> str:
@@ -279,6 +284,8 @@ class HostedWorker:
             task = self._left.popleft()
             if resumed.undo_from is None or task.task_id < resumed.undo_from:
                 self._do(task, None)
+        if self._recorder.loaded is not None and (self._exhausted or getattr(self._fetcher, "ended", False)):
+            self._end_again(self._recorder.loaded)
         if self._rewind is not None:
             self._rewind.undo_from(resumed.undo_from)
         self._epoch, self._exhausted, self._end_is_told = resumed.epoch, False, False
@@ -367,6 +374,7 @@ class HostedWorker:
             return Result(task_id, ResultKind.EXHAUSTED)
         skipped: list[fetching.Skipped] = []
         setup = self._setup
+        has_just_loaded = self._recorder.loaded is not None
         try:
             if setup.seed_batches:
                 # For a stream: its number if no worker's stream had ended; the true one depends on when that happened.
@@ -394,7 +402,7 @@ class HostedWorker:
                 self._exhausted = True
                 return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
             checksum = of_error(type(error))
-            if self._has_just_loaded:
+            if has_just_loaded:
                 add_note(
                     error,
                     "rayloader: this is the first batch since load_state_dict() of the dataset restored a worker that "
@@ -408,7 +416,7 @@ class HostedWorker:
             self._digest = chain(result.digest, self._digest)
             if self._tasks == self._epoch == 0:
                 self._reader.has_read(self._dataset)
-        self._tasks, self._last_task, self._has_just_loaded = self._tasks + 1, task_id, False
+        self._tasks, self._last_task = self._tasks + 1, task_id
         return result
 
     def _load(
@@ -418,7 +426,9 @@ class HostedWorker:
         setup = self._setup
         collate_into(arena)
         # A dataset may pass a state that it has loaded on to others only when it is iterated.
-        loading = _compat_datasets.loading(self._dataset) if self._has_just_loaded else contextlib.nullcontext()
+        loading = _compat_datasets.loading(self._dataset) if self._recorder.loaded else contextlib.nullcontext()
+        if not getattr(self._fetcher, "ended", False):
+            self._recorder.loaded = None
         try:
             left_out = skipped if setup.skip_errors else None
             with loading:

@@ -58,7 +58,24 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
             place, num_workers = position.state(), position.num_workers
         epoch, skips = position.epochs_begun - (not position.finished), position.skips.in_order
-    state = _state(loader, samplers, num_workers, place, epoch=epoch, skip_steps=skips, stateful=stateful, asked=True)
+    if position.follows_break and not position.delivered:
+        warnings.warn(
+            "this state was saved before the first batch of an epoch that follows one that was broken off: if the "
+            "stream's state_dict() tells its old position until it is asked for a sample, the resumed epoch begins "
+            "there. Save after the first batch, or use persistent workers",
+            stacklevel=4,
+        )
+    state = _state(
+        loader,
+        samplers,
+        num_workers,
+        place,
+        loaded=position.loaded,
+        epoch=epoch,
+        skip_steps=skips,
+        stateful=stateful,
+        asked=True,
+    )
     return state.pack(position.parts)
 
 
@@ -87,7 +104,8 @@ def read_skips(loader: Any, position: Position, instead: SkipSteps | None = None
 def still(loader: Any, state: State) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
     told = state.sampler
-    program = _state(loader, Samplers(loader), state.num_workers, stateful=told.tells, asked=told.asked)
+    loaded = None if state.process is None else state.process.dataset
+    program = _state(loader, Samplers(loader), state.num_workers, loaded=loaded, stateful=told.tells, asked=told.asked)
     return state._replace(now=program.now, sampler=program.sampler, process=program.process).pack()
 
 
@@ -97,12 +115,25 @@ def _state(
     num_workers: int,
     place: SavedPlace | None = None,
     *,
+    loaded: bytes | None = None,
     epoch: int = 0,
     skip_steps: tuple[Step, ...] = (),
     stateful: bool = False,
     asked: bool = False,
 ) -> State:
-    """The state of a loader at this place; see `SamplerState` for the last two."""
+    """The state of a loader at this place.
+
+    Args:
+        loader: the loader.
+        samplers: its own.
+        num_workers: that the batches depend on.
+        place: the position in the epoch.
+        loaded: see `Position.loaded`.
+        epoch: see `State`.
+        skip_steps: see `State`.
+        stateful: whether the sampler has a state.
+        asked: see `SamplerState`.
+    """
     own = samplers.own_state()
     if own.error:
         raise StateError(f"the sampler could not save its state:\n{own.error}")
@@ -111,7 +142,7 @@ def _state(
         _fits(loader, samplers),
         samplers.random(),
         samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None), asked=asked),
-        None if loader.num_workers else capture(loader),
+        None if loader.num_workers else capture(loader, loaded),
         place,
         epoch=epoch,
         skip_steps=skip_steps,
@@ -421,13 +452,13 @@ def _check_generators(loader: Any, random: RandomState) -> None:
         )
 
 
-def capture(loader: Any) -> LocalState:
-    """The generators, global ones and the dataset's, and the dataset's own state.
+def capture(loader: Any, loaded: bytes | None) -> LocalState:
+    """The generators, global ones and the dataset's, and the dataset's own state; see `Position.loaded`.
 
     Raises:
         StateError: the dataset's state could not be saved.
     """
-    return LocalState(capture_random(loader), told_by(loader.dataset))
+    return LocalState(capture_random(loader), loaded or told_by(loader.dataset))
 
 
 def restore(loader: Any, saved: LocalState) -> None:

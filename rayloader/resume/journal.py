@@ -7,11 +7,13 @@ NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuild
 of the two must be equal. So `state` and `base` are snapshots from before the last task
 that was answered, or taken, and at least that one is rebuilt. If nothing of an epoch was answered, or taken,
 it is one of the previous epoch: the snapshot of the epoch's start proves nothing. With a state of the dataset's own it
-may be used all the same; and for a stream that has ended nothing can be built.
+may be used all the same, unless it may be stale: then the previous epoch is gone through again until there is another
+one, from where something was built after. And for a stream that has ended nothing can be built.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -36,12 +38,12 @@ class Before(NamedTuple):
     entries: tuple[Task | Resumed, ...] = ()
     shared_seed: int | None = None  # of the epoch of `state`, if that is not the first
 
-    @property
-    def proves(self) -> bool:
-        """Whether that can be repeated, and a delivered batch is rebuilt on the way."""
-        error = "" if self.state is None else self.state.error
+    def leads_to(self, state: WorkerState) -> bool:
+        """Whether that must be repeated to reach the start of this epoch, and can be."""
+        if self.state is not None and self.state.error:
+            return False
         known = [entry for entry in self.entries if isinstance(entry, Task) and entry.digest is not None]
-        return not error and bool(known)
+        return state.may_be_stale or (state.is_to_be_proven and bool(known))
 
 
 _NOTHING = Before()
@@ -67,26 +69,31 @@ class Journal:
     @property
     def state(self) -> WorkerState | None:
         """The snapshot that another process starts from; None: as `start` makes it."""
-        if self._starts_before:
-            return self._before.state
-        if self.rewinds:
-            return self.base
-        before = [s for s in self._snapshots if _is_before(s, self._last_answered)]
-        return before[-1] if before else self.base
+        return self._start().state
+
+    def _start(self, before: float = math.inf) -> Before:
+        """Where another process starts, and how it comes from there to here; from a snapshot before this task, if any.
+
+        After the end of a stream there are no tasks.
+        """
+        usable = [] if self.rewinds else [s for s in self._snapshots if _is_before(s, self._last_answered)]
+        usable = [s for s in usable if not s.tells_position or s.last_task < before]
+        state = usable[-1] if usable else self.base
+        unproven = bool(self._before.entries) and (self._last_answered < 0 or may_be_stale(state))
+        if unproven or not self.begun:
+            return self._before._replace(entries=(*self._before.entries, *self._given.values()))
+        done = -1 if state is None else state.last_task
+        return Before(state, tuple([task for task in self._given.values() if task.task_id > done]), self._shared_seed)
 
     @property
     def shared_seed(self) -> int | None:
         """The shared seed of the epoch of `state`, if that is not the first."""
-        return self._before.shared_seed if self._starts_before else self._shared_seed
+        return self._start().shared_seed
 
     @property
     def before(self) -> Before | None:
         """Where a worker must be started to prove that it reaches `base`; None: at `base` itself."""
-        return self._before if self._before.entries and self.last_taken < 0 else None
-
-    @property
-    def _starts_before(self) -> bool:
-        return not self.begun or (bool(self._before.entries) and self._last_answered < 0)
+        return self._before if self._before.entries and (self.last_taken < 0 or may_be_stale(self.base)) else None
 
     @property
     def newest(self) -> WorkerState | None:
@@ -96,14 +103,12 @@ class Journal:
     @property
     def entries(self) -> list[Task | Resumed]:
         """The calls after `state`."""
-        return [*self._before.entries, *self.tasks] if self._starts_before else [*self.tasks]
+        return [*self._start().entries]
 
     @property
     def tasks(self) -> list[Task]:
         """The tasks in `entries` that are of the current epoch."""
-        state = None if self._starts_before else self.state
-        done = -1 if state is None else state.last_task
-        return [task for task in self._given.values() if task.task_id > done]
+        return [one for one in self.entries if isinstance(one, Task) and self._given.get(one.task_id) is one]
 
     @property
     def remembers(self) -> bool:
@@ -119,11 +124,12 @@ class Journal:
 
     def begins(self, resumed: Resumed, *, undoes: bool = True) -> None:
         """A new epoch begins; `undoes`: tasks from `undo_from` on must have no effect."""
-        state, entries = self.state, self.entries
+        built = [number for number in self._given if resumed.undo_from is None or number < resumed.undo_from]
+        state, entries, shared_seed = self._start(before=max(built, default=-1))
         if undoes and resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
             # Another process can no longer be told what to undo.
             state = state._replace(error="it died between an epoch that was broken off and the next")
-        self._before = Before(state, (*entries, resumed), self.shared_seed)
+        self._before = Before(state, (*entries, resumed), shared_seed)
         self._shared_seed = resumed.shared_seed
         self.begun = False
         self._snapshots.clear()
@@ -135,7 +141,7 @@ class Journal:
         """The snapshot of the epoch's start has come, a complete one."""
         self.begun, self.resumed = True, None
         self.base = state
-        if not state.is_to_be_proven or not self._before.proves:
+        if not self._before.leads_to(state):
             self._before = _NOTHING
 
     def answered(self, task_id: int, digest: int) -> None:
@@ -165,8 +171,9 @@ class Journal:
         if (task := self._given.get(task_id)) is not None:
             self.replay[task_id] = task
         self.last_taken = task_id
-        self._before = _NOTHING
         self._advance()
+        if not may_be_stale(self.base):
+            self._before = _NOTHING
 
     def starts_before(self, before: Before) -> None:
         """The worker continues from the start of an epoch of another run, of which the user had taken nothing."""
@@ -175,6 +182,8 @@ class Journal:
     def starts_at(self, base: WorkerState | None, replay: Iterable[Task]) -> None:
         """The worker continues from where another run's was, with the tasks that the user had taken since."""
         self.base = base
+        if base is not None:
+            self._last_answered = self.last_taken = base.last_task
         for task in replay:
             self._given[task.task_id] = self.replay[task.task_id] = task
             self._last_answered = self.last_taken = task.task_id
@@ -189,6 +198,11 @@ class Journal:
             self._given = {task_id: task for task_id, task in self._given.items() if task_id > done}
         if self.replay and next(iter(self.replay)) <= done:
             self.replay = {task_id: task for task_id, task in self.replay.items() if task_id > done}
+
+
+def may_be_stale(state: WorkerState | None) -> bool:
+    """Whether this snapshot, if it is one, may tell an old position."""
+    return state is not None and state.may_be_stale
 
 
 def _is_before(state: WorkerState, task_id: int) -> bool:

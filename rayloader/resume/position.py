@@ -22,7 +22,7 @@ from rayloader import fetching
 from rayloader.errors import StateError
 from rayloader.random.generators import note_modules
 from rayloader.resume.drawn import Drawn, drawn
-from rayloader.resume.journal import Journal
+from rayloader.resume.journal import Journal, may_be_stale
 from rayloader.resume.ranks import Stage
 from rayloader.resume.samplers import Samplers
 from rayloader.resume.skips import Given, SkipSteps
@@ -101,7 +101,9 @@ class _LastWorker:
             raise StateError(
                 "the iterator was dropped before its workers had reported their state; save while iterating"
             )
-        before, tasks = None if is_compared else journal.before, journal.replay
+        before, tasks = journal.before, journal.replay
+        if is_compared and not may_be_stale(journal.base):
+            before = None
         made_of, known = (journal.base, before, journal.newest, tasks), self._made_of
         if len(tasks) == self._count and all(map(operator.is_, made_of, known)):
             return self._worker
@@ -197,6 +199,9 @@ class Position:
         self.stateful = False
         self.stream: Stream | None = None  # without workers
         self.error = ""  # why the position can't be saved
+        # Without workers: what the dataset has loaded, until it is asked for a sample; see NOTE [Late positions].
+        self.loaded: bytes | None = None
+        self.follows_break = False  # and may still tell its position in an epoch that was broken off
         self._draws = 0  # from the sampler, including the one that found its end
         if self.log is not None:
             self.log.forget()
@@ -350,7 +355,7 @@ class Position:
             last -= 1
         stream = self.stream
         if stream is not None and stream.iterator is not None:
-            stream = replace(stream, iterator=None, told=told_by(stream.iterator))
+            stream = replace(stream, iterator=None, told=stream.told or told_by(stream.iterator))
         pairs = zip(self._workers, self.journals, strict=True)
         return SavedPlace(
             self._begin,

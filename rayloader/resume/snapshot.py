@@ -4,6 +4,12 @@ Promise: a worker that was restored from a snapshot builds the same batches as t
 they depend on random generators (the global ones, and those of `Generators`), on the dataset's own `state_dict`, and
 for iterable datasets on how far they were read. State that cannot be restored is an error, never a guess.
 
+NOTE [Late positions]. A dataset may take over what it has loaded only when it is asked for its first sample: a
+generator function runs no earlier. Until then its `state_dict()` tells where it was before. So between loading and that
+sample the loaded state is the snapshot, and the dataset is not asked. In the same way a stream that was broken off may
+still tell its old position after `__iter__`, and one that loads the state of its end may begin its next epoch there.
+See `WorkerState.may_be_stale`, and `end_again`.
+
 NOTE [One percent]. A snapshot costs the user's `state_dict`, and a search for new generators.
 So the next one is taken only when the worker has worked a hundred times as long as the last one took. Batches built
 in between are rebuilt when another process continues. If a snapshot of a dataset of the same class was expensive, the
@@ -71,7 +77,22 @@ class WorkerState(NamedTuple):
     @property
     def is_to_be_proven(self) -> bool:
         """Whether only rebuilding a batch can show that it is complete, see NOTE [Proof] in journal.py."""
-        return not self.exhausted and self.dataset is None and self.iterator is None
+        return not self.exhausted and not self.has_own
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the dataset, or its iterator, has a state of its own."""
+        return self.dataset is not None or self.iterator is not None
+
+    @property
+    def tells_position(self) -> bool:
+        """Whether it is of a stream, which has not ended, with a state of its own."""
+        return self.has_own and self.begin is not None and not self.exhausted
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a stream has begun another epoch and was asked for nothing since, see NOTE [Late positions]."""
+        return self.tells_position and self.epoch > 0 and self.tasks == 0
 
     def over(self, before: WorkerState | None) -> WorkerState:
         """The complete snapshot, from one that was sent after `before`."""
@@ -110,12 +131,16 @@ class SnapshotTaker:
         dataset: the worker's own.
         generators: the worker's own.
         seeded: the global generators as seeding left them.
+
+    Attributes:
+        loaded: the snapshot whose states dataset and iterator have loaded, until they are asked for a sample.
     """
 
     def __init__(self, dataset: Any, generators: Generators, seeded: RandomState) -> None:
         self._dataset = dataset
         self._generators = generators
         self._seeded = self._random = seeded._replace(located=())  # as last sent
+        self.loaded: WorkerState | None = None
         self._begin: RandomState | None = None  # not sent yet
         self._states: dict[str, bytes] = {}  # as last sent
         self._waited = False  # whether the last snapshot was put off
@@ -200,7 +225,9 @@ class SnapshotTaker:
             )
         except Exception:  # the user's state_dict() may raise anything
             state = state._replace(error=traceback.format_exc())
-        self._cost, self._worked = time.perf_counter() - began, 0.0
+        self._cost = time.perf_counter() - began
+        if not state.may_be_stale:  # otherwise one of this epoch is as urgent as before
+            self._worked = 0.0
         if time.thread_time() - began_cpu > DEAR_S:
             _dear[self._kind] = self._cost
         return state
@@ -208,8 +235,8 @@ class SnapshotTaker:
     def _changed(self, name: str, obj: Any) -> bytes | None:
         if not has_state(obj):
             return None
-        state = dump_state(obj)
-        if state == self._states.get(name):
+        state = dump_state(obj) if self.loaded is None else getattr(self.loaded, name)
+        if state is None or state == self._states.get(name):
             return None
         self._states[name] = state
         return state
@@ -243,6 +270,26 @@ def told_by(obj: Any) -> bytes | None:
         return dump_state(obj)
     except Exception:  # the user's own
         raise StateError(f"{type(obj).__name__} could not save its state:\n{traceback.format_exc()}") from None
+
+
+def end_again(fetcher: Any, dataset: bytes | None, iterator: bytes | None) -> bool:
+    """Lets a stream that has loaded the state of its end take that over, see NOTE [Late positions].
+
+    Args:
+        fetcher: with its iterator, which is dropped.
+        dataset: the state that the dataset has loaded.
+        iterator: the state that its iterator has loaded.
+
+    Returns:
+        Whether it has. Otherwise it gave a sample: that state is where its next epoch begins, and is loaded again.
+    """
+    nothing = object()
+    if next(fetcher.dataset_iter, nothing) is nothing:
+        return True
+    load_state(fetcher.dataset_iter, iterator)
+    fetcher.dataset_iter = None  # what a generator does when it is dropped comes before loading
+    load_state(fetcher.dataset, dataset)
+    return False
 
 
 def load_state(obj: Any, state: bytes | None) -> None:

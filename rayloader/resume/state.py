@@ -168,7 +168,8 @@ class Stream:
 
     Attributes:
         begin: the generators before it was created; None if it need not be read again.
-        told: the state of an iterator that has one, when the loader's state was saved.
+        told: the state of an iterator that has one, when the loader's state was saved; also in the iterator that has
+            loaded it, until that is asked for a sample.
         digest: of the batches of a stream that must be read again.
         ended: whether it has ended in the middle of the last batch.
         iterator: if it has a state, not in a loader's state; None: none was created since that was loaded.

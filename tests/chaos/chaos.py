@@ -80,6 +80,24 @@ class Stream(Images, IterableDataset):
         return (self[index] for index in range(get_worker_info().id, len(self), WORKERS))
 
 
+class LateStream(Stream):
+    """Tells its position, and takes over what it has loaded when it is asked for its first sample."""
+
+    position, loaded = 0, None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.position, self.loaded = self.loaded or 0, None
+        for index in range(get_worker_info().id + WORKERS * self.position, len(self), WORKERS):
+            self.position += 1
+            yield self[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "generator": self.generator.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded, self.generator.bit_generator.state = state["position"], state["generator"]
+
+
 def started(folder: Path, worker_id: int) -> None:
     """A worker notes its process and its node; not in the batches, which could not be built again with them."""
     note = folder / f"{worker_id}.{os.getpid()}"
@@ -97,6 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
         "persistent_workers": True,
     },
     "stream, persistent": {"dataset": Stream(own=True), "persistent_workers": True, "prefetch_factor": 3},
+    "stream of late positions, persistent": {"dataset": LateStream(own=True), "persistent_workers": True},
     "stream, batch seeds": {"dataset": Stream(own=False), "seeding": "batch"},
 }
 

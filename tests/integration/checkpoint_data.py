@@ -175,6 +175,44 @@ class StatefulStream(IterableDataset):
         self.salt, self.position = state["salt"], state["position"]
 
 
+class LateStream(StatefulStream):
+    """A generator: it takes over what was loaded when it is asked for its first sample, and restarts otherwise.
+
+    Args:
+        keeps: after its end it still tells where that was.
+    """
+
+    def __init__(self, salt=0, keeps=False):
+        super().__init__(salt)
+        self.keeps, self.loaded = keeps, None
+
+    def __iter__(self):
+        self.position, self.loaded = self.loaded or 0, None
+        while self.position < stream_length(own_id()):
+            self.position += 1
+            yield [own_id(), self.position, self.salt, *noise()]
+        if not self.keeps:
+            self.position = 0
+
+    def load_state_dict(self, state):
+        self.salt, self.loaded = state["salt"], state["position"]
+
+
+class LateMap(Counting):
+    """Takes over what was loaded when it is asked for its first sample."""
+
+    loaded = None
+
+    def __getitem__(self, index):
+        if self.loaded is not None:
+            super().load_state_dict(self.loaded)
+            self.loaded = None
+        return super().__getitem__(index)
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
 class StatefulIterator:
     """Some samples raise, if told so."""
 

@@ -13,7 +13,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import checkpoint_data as data
 from checkpoint_data import batches, check, endless, hosted, make, plain, read, resumed, run, save
-from inside import live_actor_pids
+from inside import kill_worker, live_actor_pids
 from latches import Gate, Mail
 from probes import Calls, Stream, oversubscribed
 from rayloader import ReplayError
@@ -35,6 +35,9 @@ CASES = {
     "shuffled stream, unbatched": lambda: {"dataset": data.Shuffled(), "batch_size": None},
     "buffered stream": lambda: {"dataset": data.Buffered()},
     "stateful stream": lambda: {"dataset": data.StatefulStream()},
+    "late stream": lambda: {"dataset": data.LateStream()},
+    "late stream that keeps its end": lambda: {"dataset": data.LateStream(keeps=True)},
+    "late map": lambda: {"dataset": data.LateMap()},
     "stream of stateful iterators": lambda: {"dataset": data.StreamOfStatefulIterators()},
     "datapipe": lambda: {"dataset": IterableWrapper(range(20)).shuffle().sharding_filter(), "shuffle": True},
     "skipping stream": lambda: {"dataset": data.StreamOfStatefulIterators(faulty=True), "on_error": "skip"},
@@ -141,6 +144,118 @@ def test_random_walks(case, seed):
                 loader.load_state_dict(read(saved[place]))
                 stream = endless(loader)
     assert len(saved) > 1
+
+
+# ---- late positions: a dataset takes over what it has loaded when it is asked for its first sample
+
+LATE = ["late stream", "late stream that keeps its end", "stateful stream", "late map"]
+
+
+def played(loader, moves, interrupted=None):
+    """What comes of moves: so many batches are taken, or an epoch is broken off (0), or taken to its end (None).
+
+    Args:
+        loader: of the moves.
+        moves: over several epochs.
+        interrupted: before each batch and each move, what gives the loader and the iterator with which it goes on.
+    """
+    found, iterator = [], None
+    for count in moves:
+        if interrupted is not None:
+            loader, iterator = interrupted(loader, iterator)
+        if iterator is None:
+            iterator = iter(loader)
+        if count == 0:
+            iterator = iter(loader)
+        found.append([])
+        while count is None or len(found[-1]) < count:
+            try:
+                found[-1].append(plain(next(iterator)))
+            except StopIteration:
+                iterator = None
+                break
+            if interrupted is not None:
+                loader, iterator = interrupted(loader, iterator)
+            if iterator is None:
+                iterator = iter(loader)
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12))])
+@pytest.mark.parametrize("case", LATE)
+def test_random_interruptions_of_persistent_workers(case, seed):
+    """Epochs are broken off, states saved and loaded, several in a row, and workers killed, all at any moment."""
+    chance = random.Random(seed)
+    moves = [chance.choice([0, 0, 1, 3, None]) for _ in range(8)]
+    options = {
+        "num_workers": chance.choice([1, 2]),
+        "prefetch_factor": 2,
+        "workers": "fork",
+        "persistent_workers": True,
+    }
+
+    def interrupted(loader, iterator):
+        while chance.random() < 0.3:
+            what = chance.choice(["save", "load", "kill"])
+            if what == "kill" and iterator is not None:
+                host = iterator._fleet.workers[0].host
+                if not host.lost and host.address is not None:
+                    kill_worker(iterator)
+            elif what != "kill":
+                saved = save(loader)
+                if what == "load":
+                    loader, iterator = make(CASES[case], **{**options, "seed": 2}), None
+                    loader.load_state_dict(read(saved))
+        return loader, iterator
+
+    expected = played(make(CASES[case], **options), moves)
+    assert played(make(CASES[case], **options), moves, interrupted) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "taken"), [("late stream", 0), ("late stream", 1), ("late stream", 3), ("stateful stream", 0)]
+)
+def test_a_state_of_the_epoch_after_one_that_was_broken_off(case, taken):
+    options = {"num_workers": 1, "workers": "fork", "persistent_workers": True, "batch_size": 1}
+    loader = make(CASES[case], **options)
+    next(iter(loader))
+    iterator = batches(iter(loader))
+    found = list(itertools.islice(iterator, taken))
+    saved = save(loader)
+    rest = list(iterator)
+    assert resumed(make(CASES[case], seed=2, **options), saved)[0] == rest
+    if case == "late stream":
+        assert [batch[1] for batch in found + rest] == [[number] for number in range(1, 5)]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("case", LATE)
+def test_a_state_that_is_saved_before_the_first_batch_is_the_loaded_one(case, num_workers, taken):
+    options = {"num_workers": num_workers, **({"workers": "fork"} if num_workers else {})}
+    loader = make(CASES[case], **options)
+    iterator = batches(loader)
+    for _ in range(taken):
+        next(iterator)
+    saved = save(loader)
+    rest = list(iterator)
+    for _ in range(2):
+        loader = make(CASES[case], seed=2, **options)
+        loader.load_state_dict(read(saved))
+        assert plain(loader.state_dict()) == plain(read(saved))
+        iter(loader)
+        saved = save(loader)
+    assert resumed(make(CASES[case], seed=3, **options), saved)[0] == rest
+
+
+def test_without_workers_a_state_from_before_the_first_batch_after_a_break_is_warned_of():
+    loader = make(CASES["late stream"], 0)
+    next(iter(loader))
+    iterator = iter(loader)
+    with pytest.warns(UserWarning, match="broken off"):
+        loader.state_dict()
+    next(iterator)
+    loader.state_dict()
 
 
 # ---- where in a run

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rayloader.random.random_state import RandomState
 from rayloader.resume.drawn import Drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
@@ -147,3 +148,48 @@ def test_what_is_to_be_undone_cannot_be_told_to_another_process():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
     journal.begins(Resumed(1, None, 1))
     assert journal.state.error
+
+
+# ---- streams with a state, which may be stale when an epoch begins
+
+
+STREAM = {"dataset": b"state", "begin": RandomState()}
+
+
+def test_what_may_be_stale_is_reached_by_the_epoch_before_until_a_batch_has_a_snapshot():
+    journal = journal_of(0, 1, 2, answered=(0, 1), snapshots=(0, 1), **STREAM)
+    resumed = Resumed(1, None, None)
+    journal.begins(resumed)
+    journal.reached_begin(WorkerState(epoch=1, **STREAM))
+    for task in tasks_of(0, 1):
+        journal.given(task)
+    journal.answered(0, 100)
+    journal.taken(0)
+    assert at(journal) == (1, [2, resumed, 0, 1], [0])
+    assert journal.before.state.last_task == 1
+    journal.reached(WorkerState(epoch=1, tasks=1, last_task=0))
+    assert at(journal) == (0, [1], [])
+    assert journal.before is None
+
+
+def test_a_stream_builds_something_between_a_snapshot_and_the_next_epoch():
+    journal = journal_of(0, 1, answered=(0, 1), snapshots=(0, 1), **STREAM)
+    resumed = Resumed(1, None, None)
+    journal.begins(resumed)
+    assert at(journal) == (0, [1, resumed], [])
+
+
+def test_but_not_after_its_end():
+    journal = journal_of(0, 1, answered=(0, 1), snapshots=(0,), **STREAM)
+    journal.reached(WorkerState(last_task=1, exhausted=True))
+    resumed = Resumed(1, None, None)
+    journal.begins(resumed)
+    assert at(journal) == (1, [resumed], [])
+
+
+def test_the_end_of_a_stream_counts_where_nothing_comes_after_the_state_that_was_loaded():
+    journal = Journal()
+    journal.starts_at(WorkerState(tasks=1, last_task=4, **STREAM), [])
+    journal.reached(WorkerState(tasks=1, last_task=4, exhausted=True))
+    assert journal.base.exhausted
+    assert journal.state.exhausted

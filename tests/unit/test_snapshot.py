@@ -12,7 +12,7 @@ from rayloader import ReplayError
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState
 from rayloader.resume import snapshot
-from rayloader.resume.snapshot import HURRIED_SHARE, SHARE, SnapshotTaker, WorkerState, has_state
+from rayloader.resume.snapshot import HURRIED_SHARE, SHARE, SnapshotTaker, WorkerState, dump_state, end_again, has_state
 
 
 class Counts:
@@ -61,6 +61,28 @@ def test_what_may_not_have_been_heard_is_told_again():
     told.snapshot(None)
     told.forget()
     assert told.snapshot(None).dataset is not None
+
+
+def test_until_it_is_asked_for_a_sample_a_dataset_has_the_loaded_state():
+    told = recorder(Counts())
+    told.loaded = WorkerState(dataset=b"loaded")
+    assert told.snapshot(None).dataset == b"loaded"
+    told.loaded = None
+    assert told.snapshot(None).dataset not in (None, b"loaded")
+
+
+def given(fetched):
+    """A fetcher of a stream that has loaded the state of its end, and then gives these samples."""
+    return types.SimpleNamespace(dataset=Counts(), dataset_iter=iter(fetched))
+
+
+def test_a_stream_takes_over_the_end_that_it_has_loaded_or_loads_its_next_epoch_again():
+    state = dump_state(Counts())
+    ended, begins = given([]), given([0])
+    begins.dataset.count = 1  # as a sample leaves it
+    assert end_again(ended, state, None)
+    assert not end_again(begins, state, None)
+    assert (begins.dataset.count, begins.dataset_iter) == (0, None)
 
 
 def test_a_dataset_that_cannot_tell_its_state_is_told_of():
