@@ -20,7 +20,7 @@ from typing import Any
 
 from rayloader.errors import RaySessionError
 from rayloader.observe import histogram
-from rayloader.protocol import Answer, Result, ResultKind, Source, Up, WorkerAddress
+from rayloader.protocol import Answer, Result, ResultKind, Up, WorkerAddress
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
@@ -134,7 +134,7 @@ class Process:
             self._tell_of_end()  # a call to a process that is dead fails, also after the news of its end
         self.queue = []
 
-    def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> Any:
+    def start(self, source: object, setup: Setup, state: WorkerState | None) -> Any:
         answer = SimpleNamespace(succeeded=False)
         self._tell("start", setup.worker_id, state, answer)
         self.flush()  # a call of its own
@@ -511,8 +511,3 @@ class FakeFleet:
             moved.append(worker)
         self._settle()
         return moved
-
-    def resize(self, count: int) -> list[Worker]:
-        actors = (self.actors + [Process(self) for _ in range(count)])[:count]
-        moves = {w.worker_id: actors[w.worker_id % count] for w in self.workers}
-        return self._move({n: to for n, to in moves.items() if self.workers[n].host is not to})

@@ -52,7 +52,7 @@ OPTIONS = Options(
     workers="auto",
     fresh_processes=False,
     ray_remote_args={},
-    may_fork=True,
+    needs_actors=False,
 )
 
 
@@ -730,18 +730,6 @@ def test_where_a_line_is_refused_the_workers_begin_again_over_another_channel(be
     assert epoch.tally.restarts == 0
 
 
-def test_resizing_moves_the_workers_and_loses_nothing(begin):
-    epoch = begin(4, 40).open()
-    for count in (2, 1, 4, 3):
-        for _ in range(5):
-            epoch.take()
-        epoch.engine.resize(count)
-        assert len(epoch.fleet.actors) == count
-        assert epoch.tally.processes == count
-        epoch.check()
-    assert epoch.take_all() == expected(40, 4)
-
-
 @pytest.mark.parametrize("pin", [None, lambda batch: batch], ids=["alone", "with a thread that works ahead"])
 def test_workers_whose_process_found_no_place_are_moved(begin, monkeypatch, pin):
     epoch = begin(pin=pin).open()
@@ -1297,7 +1285,7 @@ class Story:
     def step(self) -> bool:
         """One thing happens; False after the last epoch."""
         kinds = {self.take: 30, self.work: 30, self.hear: 10, self.repeats: 3, self.dies: 2, self.exits: 2}
-        kinds |= {self.moves: 2, self.refuses: 1, self.resizes: 1, self.slow: 1, self.next_epoch: 0.7}
+        kinds |= {self.moves: 2, self.refuses: 1, self.slow: 1, self.next_epoch: 0.7}
         (happens,) = self.rng.choices([*kinds], [*kinds.values()])
         goes_on = happens() is not False
         for actor in self.fleet.actors:
@@ -1341,9 +1329,6 @@ class Story:
 
     def refuses(self) -> None:
         self.any_process().refuses_line()
-
-    def resizes(self) -> None:
-        self.epoch.engine.resize(self.rng.randint(1, self.num_workers))
 
     def slow(self) -> None:
         self.fleet.new_runs = not self.fleet.new_runs
