@@ -147,3 +147,14 @@ def test_what_is_to_be_undone_cannot_be_told_to_another_process():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
     journal.begins(Resumed(1, None, 1))
     assert journal.state.error
+
+
+def test_what_is_to_be_undone_and_was_never_answered_is_not_built_again():
+    """It may be what has ended the process. A task of the same number in the epoch before is another one."""
+    journal = journal_of(0, 2, 4, 6, answered=(0, 2))
+    journal.begins(first := Resumed(1, None, 2))
+    assert at(journal) == (None, [0, 2, first], [])
+    for task in tasks_of(0, 2, 4):
+        journal.given(task)
+    journal.begins(second := Resumed(2, None, 2))
+    assert at(journal) == (None, [0, 2, first, 0, second], [])
