@@ -276,7 +276,7 @@ class Engine:
     def _check_integrity(self) -> None:
         """Raises if something in progress was lost, because a wait for it would never end."""
         with self.lock:
-            under_way = self._is_under_way or self.schedule.deliverable or self.schedule.owed_draws
+            under_way = self._is_under_way or self._lost or self.schedule.deliverable or self.schedule.owed_draws
             if under_way or self.schedule.finished or self.failure is not None:
                 return
         if self.was_interrupted:
@@ -325,19 +325,24 @@ class Engine:
         if (ahead := self._ahead) is not None:
             ahead.close(wait=wait)  # first: after an interrupt here, the next call does it
         self._ahead = self._preparation = None  # it refers to this object
+        self._lose_rest()
         self._copies.close()
         self.fleet.mailbox.ring()
         self._position.flush_log()
 
     @change
     def _end(self, resuming: bool) -> None:
-        for lost in self._lost if resuming else ():  # nobody else knows that these cannot continue
-            self.fleet.lose(lost.process)
         self._handle(Closed(resuming))
         if resuming:
             self.fleet.mailbox.flush()
         for worker in self.fleet.workers:
             worker.rebuilding = None
+
+    @change
+    def _lose_rest(self) -> None:
+        """Gives up what was reported to end, up to the end of `rayloader-ahead`: the next epoch is not told again."""
+        for lost in self._lost:
+            self.fleet.lose(lost.process)
 
     # ---- events and commands
 
@@ -422,7 +427,11 @@ class Engine:
     def _reach(self) -> None:
         """Checks draws that were made early, at the moment at which torch's loader would have made them."""
         self._drawing = True
-        self._draws.reach(self.schedule.torch_draws)
+        try:
+            self._draws.reach(self.schedule.torch_draws)
+        except RayloaderError:  # no interrupt
+            self._drawing = False
+            raise
         self._drawing = False
 
     def _may_wait(self) -> bool:
@@ -508,7 +517,8 @@ class Engine:
     @property
     def _is_under_way(self) -> bool:
         """Whether the workers still have something to send."""
-        return bool([worker for worker in self.fleet.workers if self._owes(worker)] or self.fleet.awaited)
+        owe = [worker for worker in self.fleet.workers if self._owes(worker) or self._begins(worker)]
+        return bool(owe or self.fleet.awaited)
 
     @property
     def uses_store(self) -> bool:
@@ -517,6 +527,10 @@ class Engine:
 
     def _owes(self, worker: Worker) -> bool:
         return worker.rebuilding is not None or bool(self.schedule.unanswered(worker.worker_id))
+
+    def _begins(self, worker: Worker) -> bool:
+        """Whether it was told of this epoch, and has not reported where it begins it."""
+        return not worker.journal.begun and not worker.away
 
     @change
     def _take(self, *, all_channels: bool = True, was_read: bool = False) -> None:
@@ -543,13 +557,16 @@ class Engine:
             return
         # Answers come in the order of the calls. Others are late: the epoch was closed, the worker has moved, or its
         # process went on after a task that has ended it.
-        if worker.host is not process or worker.away or self._oldest_call(worker) != call:
+        if worker.host is not process or worker.away:
             return
+        is_late = self._oldest_call(worker) != call
         answer = Answer(*content)
         result = None if answer.result is None else result_of(answer.result)
-        if result is not None and result.kind in ENDS:
-            suspect = result.task_id if result.kind == ResultKind.EXITED else None
+        if result is not None and result.kind in ENDS:  # that counts, even if what it was at is of the epoch before
+            suspect = result.task_id if result.kind == ResultKind.EXITED and not is_late else None
             self._lost.append(_Lost(process, result.text, suspect))
+        elif is_late:
+            return
         elif worker.rebuilding is not None:
             self._note_news(worker, answer)
             self._has_rebuilt(worker, worker.rebuilding, *answer.replay)
@@ -622,9 +639,10 @@ class Engine:
         self._revive()
 
     def _give_up(self, process: Process, cause: str, suspect: int | None = None) -> None:
-        """Continues without a process, whose messages were all handled. `suspect`: the task that it said ended it."""
-        if process.lost:
-            return
+        """Continues without a process, whose messages were all handled. `suspect`: the task that it said ended it.
+
+        Callable more than once: it may be reported twice, or there was no other process to be had.
+        """
         workers = self.fleet.hosted_by(process)
         # A process carries out one call after the other.
         at_work = min([worker for worker in workers if self._owes(worker)], key=self._oldest_call, default=None)
@@ -710,8 +728,8 @@ class Engine:
         return bool(moved)
 
     def note_begins(self) -> None:
-        """Waits until every worker has begun the epoch."""
-        while self.failure is None and [worker for worker in self.fleet.workers if not worker.journal.begun]:
+        """Waits until every worker has begun the epoch, but for those that are lost and have nothing to do in it."""
+        while self.failure is None and [w for w in self.fleet.workers if not w.journal.begun and not w.host.lost]:
             self._await(TICK_S)
 
     # ---- waiting too long

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import sys
 import time
 import traceback
 from collections import deque
@@ -283,7 +284,9 @@ class HostedWorker:
         while self._left:
             task = self._left.popleft()
             if resumed.undo_from is None or task.task_id < resumed.undo_from:
-                self._do(task, None)
+                result = self._do(task, None)
+                if result.kind in ENDS:  # this call has no other way to say so
+                    sys.exit(result.text)
         if self._recorder.loaded is not None and (self._exhausted or getattr(self._fetcher, "ended", False)):
             self._end_again(self._recorder.loaded)
         if self._rewind is not None:

@@ -126,6 +126,7 @@ class Journal:
         """A new epoch begins; `undoes`: tasks from `undo_from` on must have no effect."""
         built = [number for number in self._given if resumed.undo_from is None or number < resumed.undo_from]
         state, entries, shared_seed = self._start(before=max(built, default=-1))
+        entries = tuple(entry for entry in entries if self._has_effect(entry, resumed.undo_from))
         if undoes and resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
             # Another process can no longer be told what to undo.
             state = state._replace(error="it died between an epoch that was broken off and the next")
@@ -136,6 +137,15 @@ class Journal:
         self._given.clear()
         self.replay = {}
         self._last_answered = self.last_taken = -1
+
+    def _has_effect(self, entry: Task | Resumed, undo_from: int | None) -> bool:
+        """Whether it must be repeated although tasks from this one on are undone: not if it was never answered.
+
+        It may be what has ended the process, and torch's worker would not have been given it.
+        """
+        if isinstance(entry, Resumed) or undo_from is None or self._given.get(entry.task_id) is not entry:
+            return True
+        return entry.task_id < undo_from or entry.digest is not None
 
     def reached_begin(self, state: WorkerState) -> None:
         """The snapshot of the epoch's start has come, a complete one."""

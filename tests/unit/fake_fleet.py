@@ -95,6 +95,7 @@ class Process:
         self.no_line = ""
         self.is_dead = False  # though the driver may not know
         self.is_deaf = False  # nothing arrives over its channel any more
+        self.runs = runs
         self.hosted: dict[int, Hosted] = {}
         self.queue: list[tuple[Any, ...]] = []  # not flushed
         self.inbox: deque[tuple[Any, ...]] = deque()
@@ -103,7 +104,7 @@ class Process:
         self.log: list[tuple[Any, ...]] = []  # what it was told, in order
         self.full = 0  # answers that said that the arena was full
         self.refusals: list[str] = []
-        if runs:
+        if runs and not fleet.forks:
             self.comes()
 
     def __repr__(self) -> str:
@@ -117,6 +118,15 @@ class Process:
 
     def has_started(self) -> bool:
         return self.address is not None
+
+    @property
+    def tells_start(self) -> bool:
+        return not self.fleet.forks
+
+    @property
+    def may_come(self) -> bool:
+        """It does not run yet; a fork is made only when there is something to tell it."""
+        return self.address is None and (bool(self.inbox) or not self.fleet.forks)
 
     def cause(self, error: Exception | None) -> str:
         return str(error)
@@ -132,14 +142,16 @@ class Process:
             self.queue = [message for message in self.queue if message[0] in ("start", "leave")]
         if not self.is_dead:
             self.inbox.extend(self.queue)
-        elif self.queue and not self.lost:
+        elif self.queue and not self.lost and not self.fleet.forks:
             self._tell_of_end()  # a call to a process that is dead fails, also after the news of its end
         self.queue = []
+        if self.may_come and self.runs and self.fleet.forks and not self.is_dead:
+            self.comes()
 
     def start(self, source: object, setup: Setup, state: WorkerState | None) -> Any:
         answer = SimpleNamespace(succeeded=False)
         self._tell("start", setup.worker_id, state, answer)
-        self.flush()  # a call of its own
+        self._call_of_its_own()
         return answer
 
     def run(self, worker_id: int, task: Task) -> None:
@@ -160,7 +172,11 @@ class Process:
 
     def leave(self, worker_id: int) -> None:
         self._tell("leave", worker_id)
-        self.flush()  # a call of its own
+        self._call_of_its_own()
+
+    def _call_of_its_own(self) -> None:
+        if not self.fleet.forks:
+            self.flush()
 
     def abandon(self, worker_id: int) -> None:
         pass
@@ -241,12 +257,14 @@ class Process:
 
     def _answer(self, hosted: Hosted, result: Result | None) -> Answer:
         state = tuple(hosted.state) if hosted.tasks and hosted.tasks % self.fleet.snapshot_every == 0 else None
+        if result is not None and result.kind == ResultKind.EXHAUSTED:
+            state = tuple(hosted.state._replace(exhausted=True))
         return Answer(
             None if result is None else result.fields,
             self.fleet.seconds,
             histogram.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0),
             (hosted.rebuilt, hosted.to_rebuild),
-            state=state if result is not None and result.kind == ResultKind.BATCH else None,
+            state=state if result is not None and result.kind in (ResultKind.BATCH, ResultKind.EXHAUSTED) else None,
             **self.fleet.news,
         )
 
@@ -270,11 +288,13 @@ class Process:
             self.fleet.rebuilt.append((hosted.worker_id, task_id))
         return None
 
-    def _do_resume(self, call: int, worker_id: int, resumed: Resumed) -> tuple[Any, ...]:
+    def _do_resume(self, call: int, worker_id: int, resumed: Resumed) -> tuple[Any, ...] | None:
         hosted = self.hosted[worker_id]
         for again in [*hosted.left]:
-            if resumed.undo_from is None or again[1] < resumed.undo_from:
-                self._rebuild(hosted, *again)
+            counts = resumed.undo_from is None or again[1] < resumed.undo_from
+            if counts and self._rebuild(hosted, *again) is not None:
+                self.dies()
+                return None
         hosted.left.clear()
         hosted.undo(resumed.undo_from)
         hosted.epoch, hosted.tasks, hosted.last_task, hosted.past = resumed.epoch, 0, -1, {}
@@ -283,11 +303,12 @@ class Process:
     # ---- ends
 
     def dies(self) -> None:
-        """What it has sent so far arrives, and then its end."""
+        """What it has sent so far arrives, and then its end; that of a fork which has not come is only found out."""
         self.is_dead = True
         self.queue.clear()
         self.inbox.clear()
-        self._tell_of_end()
+        if not self.fleet.forks or self.address is not None:
+            self._tell_of_end()
 
     def _tell_of_end(self) -> None:
         self.fleet.mail.append((self, ProcessLost(self, RuntimeError("as planned"))))  # type: ignore[arg-type]
@@ -321,6 +342,8 @@ class FakeFleet:
         news: fields of every `Answer`.
         slice: how many batches are rebuilt for one answer.
         snapshot_every: after how many batches a worker sends a snapshot.
+        forks: the processes are made when they are first told something, and tell neither that they have started nor,
+            more than once, that they have ended. Others run before they are told anything.
         rebuilt: worker and task of every batch that was built again.
         new_runs: whether processes that replace others run at once.
         moves: workers that `spread` moves, and where to.
@@ -329,7 +352,8 @@ class FakeFleet:
         ended: why the fleet cannot be used any more.
     """
 
-    def __init__(self, num_workers: int, journals: list[Journal], *, processes: int = 0) -> None:
+    def __init__(self, num_workers: int, journals: list[Journal], *, processes: int = 0, forks: bool = False) -> None:
+        self.forks = forks
         self.clock = Clock()
         self.came = False  # a process runs by now
         self.numbers = itertools.count()
@@ -429,7 +453,7 @@ class FakeFleet:
     @property
     def awaited(self) -> list[Process]:
         hosts: list[Any] = [worker.host for worker in self.workers if worker.away and not worker.host.lost]
-        return hosts
+        return [host for host in hosts if host.tells_start]
 
     def lane(self, process: Process) -> str:
         return "line"
@@ -456,7 +480,7 @@ class FakeFleet:
             if worker.away and not host.lost:
                 if host.cannot_start:
                     raise ProcessLost(host, RuntimeError("as planned"))
-                if host.address is not None:
+                if host.address is not None or self.forks:
                     worker.begin(None)
                     worker.begun_at = self.clock.now
                     ready.append(worker)
@@ -501,6 +525,9 @@ class FakeFleet:
         return self._move(self.moves)
 
     def check_started(self) -> list[Worker]:
+        for process in self.actors:
+            if process.is_dead and process.address is None and not process.lost:
+                raise ProcessLost(process, RuntimeError("as planned"))  # type: ignore[arg-type]
         return self._move(self.homeless)
 
     def _move(self, moves: dict[int, Process]) -> list[Worker]:

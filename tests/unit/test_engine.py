@@ -6,7 +6,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fake_fleet import FakeFleet, Process
-from rayloader import BatchTimeoutError, DataLoader, RayloaderError, SkipLimitError, WorkerDiedError
+from rayloader import (
+    BatchTimeoutError,
+    DataLoader,
+    RayloaderError,
+    SkipLimitError,
+    WorkerDiedError,
+    WorkerStartError,
+)
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch import reports
@@ -85,6 +92,7 @@ class Epoch:
         depth: automatic, and this deep.
         fleet: of an earlier epoch.
         position: of that.
+        meanwhile: called at each moment between that one and this.
     """
 
     def __init__(
@@ -100,11 +108,13 @@ class Epoch:
         pin: Any = None,
         rewinds: bool = False,
         before: Epoch | None = None,
+        forks: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
         **options: Any,
     ) -> None:
         if loader is None and before is not None:
             loader = before.loader
-        self.loader = loader or DataLoader(Endless() if iterable else range(length), 1)
+        self.loader = loader if loader is not None else DataLoader(Endless() if iterable else range(length), 1)
         self.options = dataclasses.replace(OPTIONS, **options)
         self.before, self.pin, self.depth, self.iterable = before, pin, depth, iterable
         self.drawn_after: list[int] = []  # how many batches were taken when each draw was made
@@ -114,19 +124,13 @@ class Epoch:
             self.position.begins(False)
             for journal in self.position.journals:
                 journal.rewinds = rewinds
-            self.fleet = FakeFleet(num_workers, self.position.journals, processes=processes)
+            self.fleet = FakeFleet(num_workers, self.position.journals, processes=processes, forks=forks)
         else:
             self.position, self.fleet = before.position, before.fleet
         of_loader = start(self.loader._index_sampler) if depth and not iterable else iter(self.loader._index_sampler)
         self.sampler = of_loader if depth else self._noting(sampler if sampler is not None else of_loader)
         if before is not None:
-            before.engine.close(resuming=True)
-            self.position.begins(True)
-            for worker in self.fleet.workers:
-                resumed = Resumed(self.position.epoch, None, worker.dropped)
-                worker.journal.begins(resumed)
-                if not worker.away:
-                    worker.resume(resumed)
+            self._follow(before, meanwhile)
         paced = depth or self.options.dynamic
         self.schedule = Schedule(
             num_workers,
@@ -150,6 +154,22 @@ class Epoch:
             delivery=Delivery(pin, ahead=PINNED_AHEAD),
             tally=self.tally,
         )
+
+    def _follow(self, before: Epoch, meanwhile: Callable[[], object]) -> None:
+        """The workers of an epoch are told that another begins, as by `EpochIterator`."""
+        carries_over = not self.options.dynamic
+        before.engine.close(resuming=carries_over)
+        meanwhile()
+        self.position.begins(True)
+        untaken = 1 + max(worker.journal.last_taken for worker in self.fleet.workers)
+        for worker in self.fleet.workers:
+            resumed = Resumed(self.position.epoch, None, worker.dropped if carries_over else untaken)
+            worker.journal.begins(resumed, undoes=carries_over)
+            if not worker.away:
+                if not carries_over:
+                    self.fleet.drop(worker, from_task=untaken)
+                worker.resume(resumed)
+        meanwhile()
 
     def _noting(self, sampler: Iterator[Any]) -> Iterator[Any]:
         return _Noted(self, sampler)
@@ -773,8 +793,10 @@ def test_indices_that_have_changed_are_an_error_when_torch_would_have_drawn_them
     for _ in range(6):
         epoch.take()
     subset.sampler.indices = [index + 1000 for index in range(40)]
-    with pytest.raises(RayloaderError, match="the sampler was changed during the epoch"):
-        epoch.take()
+    for _ in range(2):
+        with pytest.raises(RayloaderError, match="the sampler was changed during the epoch"):
+            epoch.take()
+    assert not epoch.engine.broken
     assert all(batch[-1] < 1000 for batch in epoch.got)
 
 
@@ -907,9 +929,9 @@ def test_what_waits_is_in_the_journal_of_a_worker_that_is_away(begin):
     assert epoch.fleet.process(0).log == []
 
 
-def stream_ends(length: int, taken: int, num_workers: int = 2) -> list[int]:
+def stream_ends(length: int, taken: int, num_workers: int = 2, prefetch_factor: int = PREFETCH_FACTOR) -> list[int]:
     """How many batches each of torch's workers has built when an epoch ends after so many."""
-    drawn = min(length, taken + PREFETCH_FACTOR * num_workers)
+    drawn = min(length, taken + prefetch_factor * num_workers)
     return [len(range(n, drawn, num_workers)) for n in range(num_workers)]
 
 
@@ -948,6 +970,80 @@ def test_a_process_whose_end_has_come_when_the_epoch_is_closed_has_no_part_in_th
     second.fleet.works = True
     process.exits_at.clear()
     assert second.take_all() == [[n % 2, 1, 2 + n // 2, n] for n in range(30)]
+
+
+def test_a_process_that_exits_after_the_epoch_was_closed_is_replaced_in_the_next(begin):
+    first = begin(2, 30).open()
+    first.fleet.works = False
+    process = first.fleet.process(0)
+    process.exits_at = {(0, 2)}
+    second = begin(2, 30, before=first).open()
+    second.fleet.works = True
+    assert second.take_all() == [[n % 2, 1, 2 + n // 2, n] for n in range(30)]
+    assert first.fleet.killed == [process]
+    assert second.schedule._kills == {}, "no task of this epoch has ended it"
+
+
+def test_a_task_that_torchs_worker_would_not_have_been_given_ends_no_process_of_the_next_epoch(begin):
+    first = begin(2, 30, depth=6, rewinds=True).open()
+    first.fleet.works = False
+    first.work(0, 3)
+    first.fleet.process(0).dies()  # at task 6; torch's worker would have tasks 0 and 2
+    second = begin(2, 30, depth=6, before=first).open()
+    second.fleet.works = True
+    assert second.take_all() == [[n % 2, 1, 2 + n // 2, n] for n in range(30)]
+    assert second.fleet.rebuilt == [(0, 0), (0, 2), (0, 4)]
+
+
+@pytest.mark.parametrize("scheduling", ["static", "dynamic"])
+def test_what_the_thread_that_works_ahead_hears_last_is_not_lost(begin, monkeypatch, scheduling):
+    options = {"pin": lambda batch: batch, "forks": True, "scheduling": scheduling}
+    first = begin(2, 8, **options).open()
+    assert [batch[3] for batch in first.take_all()] == [*range(8)]
+    process = first.fleet.process(0)
+    process.dies()
+    monkeypatch.setattr(AheadThread, "close", hears(first, AheadThread.close))
+    second = begin(2, 8, before=first, **options).open()
+    assert first.fleet.killed == [process]
+    assert [batch[3] for batch in second.take_all()] == [*range(8)]
+
+
+def hears(epoch: Epoch, close: Callable[..., None]) -> Callable[..., None]:
+    """The thread takes in what has come when it is being ended."""
+
+    def hear_and_close(self: AheadThread, **how: bool) -> None:
+        epoch.hear()
+        close(self, **how)
+
+    return hear_and_close
+
+
+def test_the_thread_that_works_ahead_waits_for_workers_without_a_task_to_begin(begin):
+    first = begin(2, 1, pin=lambda batch: batch).open()
+    assert len(first.take_all()) == 1
+    second = begin(2, 1, before=first, pin=lambda batch: batch).open()
+    for _ in range(5):
+        if not all(worker.journal.begun for worker in second.fleet.workers):
+            second.await_one()
+    assert [worker.journal.begun for worker in second.fleet.workers] == [True, True]
+
+
+def test_where_there_was_no_other_process_to_be_had_there_may_be_one_later(begin, monkeypatch):
+    epoch = begin(1).open()
+    epoch.take()
+
+    def refuse(worker: Any) -> bool:
+        raise WorkerStartError("as planned")
+
+    monkeypatch.setattr(epoch.fleet, "replace", refuse)
+    epoch.fleet.process(0).dies()
+    for _ in range(2):
+        with pytest.raises(WorkerStartError, match="as planned"):
+            epoch.take_all()
+    monkeypatch.undo()
+    monkeypatch.setattr(engine_module, "time", epoch.fleet.clock)
+    monkeypatch.setattr(worker_module, "time", epoch.fleet.clock)
+    assert epoch.take_all() == expected(12, 1)
 
 
 def test_late_answers_of_the_epoch_before_are_not_this_ones(begin):
@@ -1236,14 +1332,14 @@ def test_an_interrupt_before_the_batch_is_the_users_loses_none(begin, where):
     assert epoch.take_all() == expected(12)
 
 
-@pytest.mark.parametrize(("was_interrupted", "said"), [(True, "interrupted"), (False, "a fault of rayloader")])
-def test_where_something_was_lost_next_does_not_wait_for_ever(begin, was_interrupted, said):
+@pytest.mark.parametrize(("was_interrupted", "error"), [(True, "interrupted"), (False, "a fault of rayloader")])
+def test_where_something_was_lost_next_does_not_wait_for_ever(begin, was_interrupted, error):
     epoch = begin().open()
     epoch.fleet.works = False
-    epoch.engine.was_interrupted = was_interrupted
     for worker in epoch.schedule._workers:
         worker.unanswered.clear()
-    with pytest.raises(RayloaderError, match=said):
+    epoch.engine.was_interrupted = was_interrupted
+    with pytest.raises(RayloaderError, match=error):
         epoch.take()
 
 
@@ -1263,35 +1359,52 @@ class Story:
 
     def __init__(self, begin, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.num_workers = rng.choice([1, 2, 3, 4])
-        self.length = rng.choice([1, 7, 30, 60])
-        self.depth = rng.choice([0, 0, 4, 9])
-        processes = rng.randint(1, self.num_workers)
         self.begin = begin
+        self.num_workers = rng.choice([1, 2, 3, 4])
+        self.kind = kind = rng.choice(["map", "map", "stream", "dynamic"])
+        self.depth = rng.choice([0, 0, 4, 9]) if kind != "stream" else 0
+        self.in_order = self.depth > 0 or rng.random() < 0.8
+        self.prefetch_factor = rng.choice([1, PREFETCH_FACTOR, PREFETCH_FACTOR])
+        self.lengths = [rng.choice([0, 1, 5, 12]) for _ in range(self.num_workers)]  # of streams
+        self.length = sum(self.lengths) if kind == "stream" else rng.choice([1, 7, 30, 60])
+        forks = rng.random() < 0.6
+        self.options = {
+            "depth": self.depth,
+            "iterable": kind == "stream",
+            "in_order": self.in_order,
+            "prefetch_factor": self.prefetch_factor,
+            "scheduling": "dynamic" if kind == "dynamic" else "static",
+            "max_worker_restarts": 10_000,
+        }
         self.exited: set[tuple[int, int]] = set()  # a task that has ended a process does so once
         self.epoch = begin(
             self.num_workers,
             self.length,
-            depth=self.depth,
-            rewinds=bool(self.depth),
-            processes=processes,
-            max_worker_restarts=10_000,
+            rewinds=self.depth > 0 and kind != "dynamic",
+            processes=self.num_workers if forks else rng.randint(1, self.num_workers),
+            forks=forks,
+            **self.options,
         )
         self.fleet = self.epoch.fleet
         self.fleet.random, self.fleet.slice = rng, rng.choice([1, 3, 100])
         self.fleet.snapshot_every = rng.choice([1, 2, 5, 1000])
-        self.positions = [0] * self.num_workers  # of torch's workers' streams at the start of the epoch
+        if kind == "stream":
+            self.fleet.length = self.lengths.__getitem__
+        if kind == "dynamic":
+            self.fleet.batch = lambda worker_id, epoch, position, indices: [None, epoch, None, *indices]
+        # Of each worker, where its random stream may be at the start of the epoch: from the first to the second number.
+        self.positions = [(0, 0)] * self.num_workers
         self.number = 0
         self.epoch.open()
 
     def step(self) -> bool:
         """One thing happens; False after the last epoch."""
-        kinds = {self.take: 30, self.work: 30, self.hear: 10, self.repeats: 3, self.dies: 2, self.exits: 2}
+        kinds = {self.take: 30, self.work: 30, self.hear: 10, self.repeats: 3, self.dies: 3, self.exits: 2}
         kinds |= {self.moves: 2, self.refuses: 1, self.slow: 1, self.next_epoch: 0.7}
         (happens,) = self.rng.choices([*kinds], [*kinds.values()])
         goes_on = happens() is not False
         for actor in self.fleet.actors:
-            if actor.address is None and self.rng.random() < 0.3:
+            if actor.may_come and not actor.is_dead and self.rng.random() < 0.3:
                 actor.comes()
         self.epoch.check()
         return goes_on
@@ -1312,13 +1425,19 @@ class Story:
             self.fleet.mail.append(self.rng.choice(answers))
 
     def dies(self) -> None:
-        process = self.any_process()
-        if self.may_die() and not process.is_dead:
-            process.work(self.rng.randint(0, 2))
-            process.dies()
+        """One process, or two at once. Not so often that a task becomes hopeless: it would end the epoch, rightly."""
+        kills = max(self.epoch.schedule._kills.values(), default=0)
+        exits = [actor for actor in self.fleet.actors if actor.exits_at]
+        if exits or kills > DEATHS - 3 or len(self.fleet.killed) > 60:
+            return
+        for process in dict.fromkeys(self.any_process() for _ in range(self.rng.choice([1, 1, 2]))):
+            if not process.is_dead:
+                process.work(self.rng.randint(0, 2))
+                process.dies()
 
     def exits(self) -> None:
-        if self.may_die():
+        waits = [actor for actor in self.fleet.actors if actor.exits_at or actor.is_dead]
+        if self.length and not waits and not self.epoch.schedule._kills:
             process = self.any_process()
             process.exits_at = {(self.number, self.rng.randrange(self.length))} - self.exited
             self.exited |= process.exits_at
@@ -1326,51 +1445,80 @@ class Story:
     def moves(self) -> None:
         worker_id = self.rng.randrange(self.num_workers)
         process = self.rng.choice([Process(self.fleet), *self.fleet.actors])
-        if not process.lost and process is not self.fleet.process(worker_id):
+        if not self.fleet.forks and not process.lost and process is not self.fleet.process(worker_id):
             self.fleet.moves[worker_id] = process
 
     def refuses(self) -> None:
-        self.any_process().refuses_line()
+        if not self.fleet.forks:
+            self.any_process().refuses_line()
 
     def slow(self) -> None:
         self.fleet.new_runs = not self.fleet.new_runs
 
-    def may_die(self) -> bool:
-        """Whether no task becomes hopeless by that: it would end the epoch, and rightly."""
-        waits = [actor for actor in self.fleet.actors if actor.exits_at or actor.is_dead]
-        return self.rng.random() < 0.5 and len(self.fleet.killed) < 40 and not waits and not self.epoch.schedule._kills
-
     def take(self) -> bool:
-        for actor in self.fleet.actors:
-            if actor.address is None:
-                actor.comes()
         self.fleet.new_runs = True
+        for actor in self.fleet.actors:
+            actor.runs = True
+            if actor.may_come and not actor.is_dead:
+                actor.comes()
         number = len(self.epoch.got)
         try:
             batch = self.epoch.take()
         except StopIteration:
             assert number == self.length
             return self.next_epoch()
-        worker_id = number % self.num_workers
-        assert batch == [worker_id, self.number, self.positions[worker_id] + number // self.num_workers, number]
+        worker_id, epoch, position, index = batch
+        assert epoch == self.number
+        if self.kind == "stream":
+            if self.in_order:
+                rounds = [(n, k) for n in range(max(self.lengths)) for k in range(self.num_workers)]
+                assert worker_id == [k for n, k in rounds if n < self.lengths[k]][number]
+        else:
+            assert index == number if self.in_order else [b[3] for b in self.epoch.got].count(index) == 1
+        if self.kind != "dynamic":
+            assert worker_id == index % self.num_workers if self.kind == "map" and self.in_order else True
+            first = position - self.taken_of(worker_id) + 1
+            low, high = self.positions[worker_id]
+            assert low <= first <= high
+            self.positions[worker_id] = first, first
         return True
+
+    def taken_of(self, worker_id: int) -> int:
+        return sum(batch[0] == worker_id for batch in self.epoch.got)
+
+    def built(self, worker_id: int) -> tuple[int, int]:
+        """How many batches torch's worker has built by now, at least and at most."""
+        taken = self.taken_of(worker_id)
+        if len(self.epoch.got) == self.length and (self.kind == "stream" or not self.in_order):
+            return taken, taken
+        if self.kind == "map" and self.in_order:
+            ends = stream_ends(self.length, len(self.epoch.got), self.num_workers, self.prefetch_factor)
+            return ends[worker_id], ends[worker_id]
+        return taken, self.lengths[worker_id] if self.kind == "stream" else self.length
 
     def next_epoch(self) -> bool:
         if self.number == 3:
             return False
-        self.epoch.hear()
-        for process in self.fleet.actors:  # what ends a process between two epochs is nobody's batch
-            process.exits_at = set()
-        ends = stream_ends(self.length, len(self.epoch.got), self.num_workers)
-        self.positions = [before + more for before, more in zip(self.positions, ends, strict=True)]
+        self.meanwhile()
+        built = map(self.built, range(self.num_workers))
+        self.positions = [
+            (low + least, high + most) for (low, high), (least, most) in zip(self.positions, built, strict=True)
+        ]
         self.number += 1
         self.epoch = self.begin(
-            self.num_workers, self.length, depth=self.depth, before=self.epoch, max_worker_restarts=10_000
+            self.num_workers, self.length, before=self.epoch, meanwhile=self.meanwhile, **self.options
         ).open()
+        self.meanwhile()
         return True
 
+    def meanwhile(self) -> None:
+        """At some moment between two epochs."""
+        for happens in self.rng.choices([self.dies, self.hear, self.work, lambda: None], k=2):
+            if happens != self.hear or not self.epoch.schedule.closed:  # then nobody listens
+                happens()
 
-@pytest.mark.parametrize("seed", [*range(25), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(25, 300))])
+
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40, 500))])
 def test_whatever_happens_every_batch_comes_once_and_in_order(begin, seed):
     story = Story(begin, seed)
     for _ in range(3000):

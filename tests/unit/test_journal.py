@@ -193,3 +193,14 @@ def test_the_end_of_a_stream_counts_where_nothing_comes_after_the_state_that_was
     journal.reached(WorkerState(tasks=1, last_task=4, exhausted=True))
     assert journal.base.exhausted
     assert journal.state.exhausted
+
+
+def test_what_is_to_be_undone_and_was_never_answered_is_not_built_again():
+    """It may be what has ended the process. A task of the same number in the epoch before is another one."""
+    journal = journal_of(0, 2, 4, 6, answered=(0, 2))
+    journal.begins(first := Resumed(1, None, 2))
+    assert at(journal) == (None, [0, 2, first], [])
+    for task in tasks_of(0, 2, 4):
+        journal.given(task)
+    journal.begins(second := Resumed(2, None, 2))
+    assert at(journal) == (None, [0, 2, first, 0, second], [])
