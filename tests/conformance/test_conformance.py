@@ -8,9 +8,6 @@ other; calls carry one task, three, or as many as is automatic. A full run takes
 """
 
 import itertools
-import math
-import random
-import threading
 
 import pytest
 import torch.utils.data
@@ -18,15 +15,14 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
+from rayloader.actors import actors
+from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
-from rayloader.actors import session
 from rayloader.transport import lanes
-from rayloader.actors import actors, moving, takeover
+from rayloader.workers import ray_use
 from rayloader.workers.connection import ForkCalls
-from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 
-MOVE_LIMIT = 20.0  # seconds until actors can take over, or it is known that they cannot; on expiry nothing moves
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts the workers
 
 
@@ -41,9 +37,9 @@ def loader_class(request):
 
 
 # How the batches travel: whether there are arenas, where even the smallest buffer has a slot; "tcp" as if the workers
-# were on another machine; "fork" from forks of this process; "moved" from forks, until the workers move to actors.
-LANES = {"store": "0", "arena": "1", "tcp": "1", "fork": "1", "moved": "1"}
-ALWAYS = "store", "arena", "fork", "moved"  # not in full runs only
+# were on another machine; "fork" from forks of this process.
+LANES = {"store": "0", "arena": "1", "tcp": "1", "fork": "1"}
+ALWAYS = "store", "arena", "fork"  # not in full runs only
 # How many tasks of a worker are under way where the depth is automatic; None: as many as should be.
 DEPTHS = {"torchs": 0, "deep": 9, "automatic": None}
 WAYS = list(itertools.product(ALWAYS, DEPTHS))
@@ -69,53 +65,8 @@ def lane(request, monkeypatch):
     monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
     monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
     monkeypatch.setattr(actors, "LOCAL_LINES", request.param != "tcp")
-    if request.param in ("fork", "moved"):
-        monkeypatch.setattr(session, "is_wanted", lambda: False)
-        monkeypatch.setattr(session, "may_start", lambda: request.param == "moved")
-    if request.param == "moved":
-        move_at_some_batch(monkeypatch, random.Random(request.node.name))
+    monkeypatch.setattr(ray_use, "is_used", lambda: request.param != "fork")
     return request.param
-
-
-def move_at_some_batch(monkeypatch, chance):
-    """The workers of each fleet move at a batch that is drawn by lot, as far as their datasets can move."""
-    monkeypatch.setattr(takeover, "START_AFTER_S", 0.0)
-    monkeypatch.setattr(takeover, "MOVE_S", math.inf)
-    has_news = takeover.Takeover.has_news.fget
-    begins = takeover.Takeover.__init__
-
-    def begin(self, new_actors, zygote, lock, told):
-        self.at, self.needs_user = chance.randrange(6), threading.Event()
-        begins(self, new_actors, zygote, lock, told)
-
-    def work(self, *those):
-        try:
-            works(self, *those)
-        finally:
-            self.needs_user.set()
-
-    def until(self, is_so):
-        if (
-            getattr(is_so, "func", None) is moving._can_be_proved and not is_so()
-        ):  # the user's thread receives what is missing
-            self.needs_user.set()
-        answer = waits(self, is_so)
-        self.needs_user.clear()
-        return answer
-
-    def decides(self):
-        if self.at > 0:
-            self.at -= 1
-            return False
-        if self._thread is not None:
-            self.needs_user.wait(MOVE_LIMIT)
-        return has_news(self)
-
-    works, waits = takeover.Takeover._work, takeover.Takeover.until
-    monkeypatch.setattr(takeover.Takeover, "__init__", begin)
-    monkeypatch.setattr(takeover.Takeover, "_work", work)
-    monkeypatch.setattr(takeover.Takeover, "until", until)
-    monkeypatch.setattr(takeover.Takeover, "has_news", property(decides))
 
 
 @pytest.fixture
@@ -157,7 +108,6 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
         channels = {
             "arena": {(ActorLine, True)},
             "fork": {(ForkCalls, True)},
-            "moved": {(ForkCalls, True), (ActorLine, True)},
             "store": {(RayCalls, False)},
             "tcp": {(TcpCalls, False)},
         }

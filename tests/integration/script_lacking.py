@@ -16,8 +16,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import rayloader
 from inside import kill_worker
 from lacking import ray_without
-from rayloader.actors import _compat_ray
-from rayloader.actors import session
+from rayloader.actors import _compat_ray, session
 
 names = sys.argv[1:]
 found, member = _compat_ray._found, _compat_ray._member

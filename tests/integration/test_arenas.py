@@ -26,10 +26,10 @@ from latches import Gate, Mail
 from pretended import pretend_accelerator
 from probes import Calls, Stream, load
 from rayloader import DataLoader
-from rayloader.transport import arena, lanes
-from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.actors import pool
 from rayloader.actors.pool import get_pool
+from rayloader.transport import arena, lanes
+from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

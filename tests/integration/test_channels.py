@@ -20,16 +20,16 @@ from torch.utils.data import Dataset, default_collate
 from inside import held_by_mailbox, taken_from
 from latches import Gate, Mail
 from rayloader import DataLoader
+from rayloader.actors import session
+from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.protocol import Answer, ResultKind, Up, carried, result_of
 from rayloader.resume.drawn import drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
-from rayloader.actors import session
 from rayloader.task import Task
 from rayloader.transport.lanes import SMALL_BYTES, Recycled, from_wire, received
 from rayloader.transport.line import LineSocket
 from rayloader.workers.connection import LineRefused, Mailbox, ProcessLost
-from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_session")

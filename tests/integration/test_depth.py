@@ -12,10 +12,10 @@ from inside import tasks_of
 from latches import HANG_LIMIT, Gate, Mail
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
+from rayloader.actors.actors import CALLS_AHEAD
 from rayloader.epoch.engine import Engine
 from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import MemoryFileError
-from rayloader.actors.actors import CALLS_AHEAD
 from rayloader.workers.worker import Worker
 
 # Bytes of a batch that does not fit into a socket's buffer.

@@ -180,21 +180,6 @@ def test_a_state_of_forks_goes_on_in_actors_and_the_other_way_round(ray_session,
     assert before + taken(goes_on) == torchs(kind)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_resize(kind):
-    """A fork has one dataset object, so each worker keeps a fork of its own."""
-    loader = load(KINDS[kind](), prefetch_factor=2, persistent_workers=True)
-    batches = []
-    for count in (1, 2):
-        batches.append([])
-        for number, batch in enumerate(iterator := iter(loader)):
-            batches[-1].append(batch.tolist())
-            if number == 3:
-                loader.resize(count)
-                assert len({pid_of(iterator, worker_id) for worker_id in (0, 1)}) == loader.stats().processes == 2
-    assert batches == torchs(kind, 2, prefetch_factor=2, persistent_workers=True)
-
-
 def test_a_fork_beside_a_running_ray_sees_nothing_of_it(ray_session):
     import ray
 

@@ -14,20 +14,20 @@ import psutil
 import pytest
 import ray
 
-import rayloader.epoch.hosts
-import rayloader.epoch.iterator
 import rayloader.actors.actor
 import rayloader.actors.actors
-import rayloader.workers.fleet
 import rayloader.actors.lifetimes
 import rayloader.actors.pool
+import rayloader.epoch.hosts
+import rayloader.epoch.iterator
+import rayloader.workers.fleet
 import rayloader.workers.worker
 from inside import actors_of, live_actor_pids, lock_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader
-from rayloader.actors.image import Image
 from rayloader.actors.actor import ActorState, Lease, wait_for
+from rayloader.actors.image import Image
 from rayloader.actors.pool import get_pool
 from rayloader.workers.processes import Verdict
 

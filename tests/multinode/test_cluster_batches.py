@@ -14,9 +14,9 @@ from inside import tasks_of, workers_are_idle
 from multinode_data import AWAY, Calls, as_is
 from multinode_waiting import wait_until
 from rayloader import DataLoader
+from rayloader.actors.actors import TASKS_AHEAD
 from rayloader.epoch.depth import Pace
 from rayloader.transport.lanes import SMALL_BYTES
-from rayloader.actors.actors import TASKS_AHEAD
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 

@@ -15,9 +15,9 @@ from multinode_data import Calls, as_is, difference, epochs, origin, traced, unt
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
 from rayloader.actors.actor import Lease, wait_for
+from rayloader.actors.pool import get_pool
 from rayloader.workers.connection import NONE_YET
 from rayloader.workers.fleet import Fleet
-from rayloader.actors.pool import get_pool
 from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.multinode

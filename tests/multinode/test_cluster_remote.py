@@ -12,8 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from multinode_data import AWAY, ON_EACH, Calls, as_is, difference, epochs, origin, tensors, traced, untraced
 from rayloader import DataLoader
 from rayloader.actors import session
-from rayloader.actors.tcp_line import TcpDriverLine
 from rayloader.actors.pool import get_pool
+from rayloader.actors.tcp_line import TcpDriverLine
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 

@@ -12,8 +12,8 @@ import torch
 from inside import image_files
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
-from rayloader.actors.pool import get_pool
 from rayloader.actors.channels import ActorCalls
+from rayloader.actors.pool import get_pool
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
