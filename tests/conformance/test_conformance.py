@@ -1,9 +1,10 @@
 """The same cases through torch's loader and ours: equal in every value, type, stride, error and generator state.
 
 Torch's side runs once, in a process of its own that has no Ray in it (reference.py; conftest.py starts it before the
-first test of the session); ours runs here on warm actors.
-Batches come through Ray's object store in one half of the cases and through arenas, however small they are, in the
-other; calls carry one task, three, or as many as is automatic. A full run takes each case all these ways, and by TCP.
+first test of the session); ours runs here, on warm actors and on forks.
+Batches come from actors through Ray's object store in a third of the cases, from actors through arenas, however small
+they are, in another, and from forks in the third; as many tasks of a worker are under way as torch has, many, or as
+many as is automatic. A full run takes each case all these ways, and by TCP.
 `pytest tests/conformance --against=torch` puts torch's loader in the place of ours, to prove the cases deterministic.
 """
 
@@ -22,6 +23,7 @@ from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
 from rayloader.workers import ray_use
 from rayloader.workers.connection import ForkCalls
+from reference import SPAWNED
 
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts the workers
 
@@ -51,9 +53,12 @@ def in_all_ways():
         if case.name.endswith("-w0"):
             yield pytest.param(case, "store", "torchs", id=case.name, marks=pytest.mark.full if case.full else ())
             continue
-        for place, (lane, depth) in enumerate(WAYS):
-            marks = () if number % len(WAYS) == place and not case.full else pytest.mark.full
+        ways = [way for way in WAYS if case.actors is not None or way[0] == "fork"]
+        for place, (lane, depth) in enumerate(ways):
+            marks = () if number % len(ways) == place and not case.full else pytest.mark.full
             yield pytest.param(case, lane, depth, id=f"{case.name}-{lane}-{depth}", marks=marks)
+        if case.actors is None:
+            continue
         depth = list(DEPTHS)[number % len(DEPTHS)]
         marks = () if case.name == FRESH else pytest.mark.full
         yield pytest.param(case, "tcp", depth, id=f"{case.name}-tcp-{depth}", marks=marks)
@@ -85,7 +90,10 @@ def fix_depth(pace, depth):
 
 @pytest.mark.parametrize(("case", "lane", "depth"), list(in_all_ways()), indirect=["lane", "depth"])
 def test_same_as_torch(case, lane, depth, reference, loader_class):
-    difference = first_difference(reference[case.name], record(case, loader_class))
+    is_ours = loader_class is not torch.utils.data.DataLoader
+    spawned = is_ours and lane != "fork" and case.actors == "spawn"
+    expected = reference[SPAWNED.format(case.name) if spawned else case.name]
+    difference = first_difference(expected, record(case, loader_class))
     if difference:
         pytest.fail(difference, pytrace=False)
 

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 MAP = pytest.param("map", marks=pytest.mark.full)
 ITERABLE = pytest.param("iterable", marks=pytest.mark.full)
 HANG_LIMIT = 60.0  # seconds; on expiry the loader raises and the test fails
-oversubscribed = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
 @pytest.fixture

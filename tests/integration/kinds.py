@@ -984,25 +984,43 @@ setting = 0
 context = contextvars.ContextVar("context", default=0)
 
 
-def of_module(self, index):
-    return 100 * setting + index
-
-
 @kind(Spawned())
-def a_registry_that_the_program_has_filled(program):
+def what_the_program_has_set(program):
+    return contextvars.copy_context().run(set_and_taken, program)
+
+
+def set_and_taken(program):
+    global setting
+    precision, dtype, characters = (
+        decimal.getcontext().prec,
+        torch.get_default_dtype(),
+        locale.setlocale(locale.LC_CTYPE),
+    )
+    locale.setlocale(locale.LC_CTYPE, "C.UTF-8" if characters == "C" else "C")
     REGISTRY["triple"] = lambda number: 3 * number
+    setting = 1
+    context.set(7)
+    decimal.getcontext().prec = 5
+    torch.set_default_dtype(torch.float64)
+    np.seterr(divide="ignore")
     try:
-        return taken(program.load(Holding(of_registry)))
+        return taken(program.load(Holding(of_program), num_workers=1))
     finally:
+        locale.setlocale(locale.LC_CTYPE, characters)
         REGISTRY.clear()
+        setting = 0
+        decimal.getcontext().prec = precision
+        torch.set_default_dtype(dtype)
+        np.seterr(divide="warn")
 
 
-def of_registry(self, index):
-    return REGISTRY["triple"](index) if REGISTRY else index
+def of_program(self, index):
+    of_python = [*REGISTRY], setting, context.get(), str(decimal.Decimal(1) / 3), locale.setlocale(locale.LC_CTYPE)
+    return index, *of_python, torch.tensor(0.5), np.geterr()
 
 
-@kind(Spawned())
-def a_module_global_that_the_program_sets(program):
+@kind(Differs())
+def a_module_global_that_the_program_sets_from_epoch_to_epoch(program):
     global setting
     loader, kept = program.load(Holding(of_module)), program.load(Holding(of_module), persistent_workers=True)
     epochs = []
@@ -1015,17 +1033,8 @@ def a_module_global_that_the_program_sets(program):
     return epochs
 
 
-@kind(Spawned())
-def a_context_variable(program):
-    def load():
-        context.set(7)
-        return taken(program.load(Holding(of_context)))
-
-    return contextvars.copy_context().run(load)
-
-
-def of_context(self, index):
-    return context.get() + index
+def of_module(self, index):
+    return 100 * setting + index
 
 
 @kind()
@@ -1071,38 +1080,6 @@ def the_folder_and_the_environment(program):
 def of_environment(self, index):
     os.umask(umask := os.umask(0))
     return os.path.basename(os.getcwd()), os.environ.get("KINDS", ""), umask
-
-
-@kind(Spawned())
-def settings_of_libraries(program):
-    precision, dtype = decimal.getcontext().prec, torch.get_default_dtype()
-    decimal.getcontext().prec = 5
-    torch.set_default_dtype(torch.float64)
-    np.seterr(divide="ignore")
-    try:
-        return taken(program.load(Holding(of_libraries)))
-    finally:
-        decimal.getcontext().prec = precision
-        torch.set_default_dtype(dtype)
-        np.seterr(divide="warn")
-
-
-def of_libraries(self, index):
-    return str(decimal.Decimal(1) / 3), torch.tensor(0.5), np.geterr()
-
-
-@kind(Spawned())
-def the_locale(program):
-    before = locale.setlocale(locale.LC_CTYPE)
-    locale.setlocale(locale.LC_CTYPE, "C.UTF-8" if before == "C" else "C")
-    try:
-        return taken(program.load(Holding(of_locale)))
-    finally:
-        locale.setlocale(locale.LC_CTYPE, before)
-
-
-def of_locale(self, index):
-    return locale.setlocale(locale.LC_CTYPE)
 
 
 @kind(Refused("dataset.handler", "_io.TextIOWrapper"))

@@ -2,7 +2,8 @@
 
     python script_kinds.py SIDE OUT FOLDER [NAME...]
 
-SIDE is "torch" or "spawn", torch's loader with workers that are forked or spawned, or "fork" or "ray", ours. What came of each kind is pickled into OUT, by its name; FOLDER is for their files.
+SIDE is "torch" or "spawn" for torch's loader with workers that are forked or spawned, "fork" or "ray" for ours. What
+came of each kind is pickled into OUT, by its name; FOLDER is for their files.
 """
 
 import atexit
