@@ -183,16 +183,6 @@ def test_each_worker_of_each_rank_has_a_part_of_its_own_in_whatever_process_it_i
     assert sorted(found) == [(n, n % 4 // 2, n % 2) for n in range(20)]
 
 
-def test_that_all_ranks_read_the_same_is_told_in_the_log(caplog):
-    list(DataLoader(Unaware(), None, num_workers=2, num_replicas=2, rank=0))
-    assert caplog.text.count("Unaware did not ask for its part") == 1
-
-
-class Unaware(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
 class OfEpoch(Dataset):
     """Samples say the epoch."""
 
