@@ -623,7 +623,7 @@ def a_socket(program):
         return batches, sorted(theirs.recv(1)[0] for _ in range(8))
 
 
-@kind(Refused("dataset.process", "_io.TextIOWrapper"))
+@kind(Refused("dataset.process", "_thread.lock"))
 def a_process_that_answers_over_pipes(program):
     def sample(self, index):
         self.process.stdin.write(f"{index}\n")
@@ -658,7 +658,7 @@ def a_thread_pool_that_is_made_before(program):
         return taken(program.load(Holding(lambda self, index: sum(self.pool.map(doubled, range(index))), pool=pool)))
 
 
-@kind(Refused("dataset.thread", "threading.Thread"))
+@kind(Refused("dataset.numbers", "_thread.lock"))
 def a_thread_that_fills_a_queue(program):
     numbers, ended = queue.Queue(), threading.Event()
 
@@ -683,7 +683,7 @@ def a_thread_that_fills_a_queue(program):
         thread.join()
 
 
-@kind()
+@kind(Refused("dataset.lock", "_thread.lock"))
 def locks_of_threads(program):
     def sample(self, index):
         with self.lock, self.reentrant, self.reentrant, self.condition:
@@ -1082,7 +1082,7 @@ def of_environment(self, index):
     return os.path.basename(os.getcwd()), os.environ.get("KINDS", ""), umask
 
 
-@kind(Refused("dataset.handler", "_io.TextIOWrapper"))
+@kind(Refused("dataset.handler.lock", "_thread.RLock"))
 def a_handler_of_logging(program):
     def sample(self, index):
         self.handler.handle(logging.makeLogRecord({"msg": f"sample {index}"}))

@@ -6,6 +6,7 @@ test_kinds_of_datasets.py.
 
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from inside import kill_worker, pid_of, pid_of_zygote
 from latches import Gate
 from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
+from rayloader.epoch import hosts
 from rayloader.workers import zygote
 from test_scripts import finish, start
 
@@ -397,6 +399,22 @@ def test_what_forks_cannot_do(options, why):
         warnings.simplefilter("ignore")  # a context has no other effect
         with pytest.raises(ValueError, match=f'workers="fork" makes workers forks of this process, but .*{why}.*; use'):
             iter(load(Drawing(), **options))
+
+
+def test_in_a_program_that_uses_ray_a_dataset_that_ray_cannot_send_has_forks(ray_session, caplog):
+    caplog.set_level(logging.INFO, "rayloader")
+    hosts._tell_of_forks.cache_clear()
+    dataset = Drawing()
+    with open(os.devnull) as dataset.file:
+        for _ in range(2):
+            loader = load(dataset, workers="auto")
+            assert [taken(loader), taken(loader)] == torchs("map-style", 2)
+        (told,) = [line for line in lines(caplog) if "the workers are forks" in line]
+        assert "dataset.file: _io.TextIOWrapper can't be sent to a worker" in told
+        for options in ({"workers": "ray"}, {"workers": "auto", "ray_remote_args": {"num_cpus": 0}}):
+            with pytest.raises(TypeError, match="cannot pickle") as caught:
+                iter(load(dataset, **options))
+            assert 'use workers="fork"' in caught.value.__notes__[-1]
 
 
 def test_the_kind_of_workers_is_an_attribute_and_a_default_of_patch():

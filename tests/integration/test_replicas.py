@@ -6,7 +6,6 @@ import os
 import random
 import re
 import sys
-import threading
 import time
 import types
 from dataclasses import replace
@@ -398,18 +397,3 @@ def test_a_host_that_dies_is_done_without(monkeypatch):
 
 def lost_host():
     os._exit(1)
-
-
-# ---- locks
-
-
-def locked(data):
-    with data["lock"], data["rlock"], data["condition"]:
-        data["condition"].notify_all()
-        return True
-
-
-def test_locks_are_each_workers_own_and_unlocked():
-    data = {"lock": threading.Lock(), "rlock": threading.RLock(), "condition": threading.Condition()}
-    with data["lock"], data["rlock"], data["condition"]:
-        assert list(holding(data, locked)) == [True, True]
