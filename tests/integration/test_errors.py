@@ -392,19 +392,18 @@ ALIKE = {"os._exit", "segmentation fault", "CancelledError", "KeyboardInterrupt"
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.full if way in ALIKE else ()) for way in EXITS])
 def test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_works(tmp_path, way):
-    mail = Mail(tmp_path / "mail")
+    mail, exits = Mail(tmp_path / "mail"), tmp_path / "exits"
+    exits.touch()
     leave = EXITS[way]
 
     def get(index):
-        if index == 3 and os.environ["RAYLOADER_TEST_EXIT"] == "1":
+        if index == 3 and exits.exists():
             mail.send(os.getpid())
             leave()
         return index
 
     loader = load(get, 6, num_workers=2, max_worker_restarts=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYLOADER_TEST_EXIT", "1")
-        iterator = iter(loader)
+    iterator = iter(loader)
     with pytest.raises(RuntimeError) as caught:
         assert [next(iterator) for _ in range(6)] == []
     (pid,) = mail.receive()
@@ -420,9 +419,8 @@ def test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_work
         assert f", in {EXITS[way].__name__}\n" in str(caught.value)
         assert way in str(caught.value).splitlines()[-1]
     assert re.fullmatch(rf"batch [13] from worker 1 \(pid {pid} on .*\), indices [13]", note_of(caught.value))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYLOADER_TEST_EXIT", "0")
-        assert list(loader) == list(range(6))
+    exits.unlink()
+    assert list(loader) == list(range(6))
 
 
 def test_a_death_is_reported_before_the_timeout_and_the_iterator_says_so_again():

@@ -397,7 +397,7 @@ def test_a_kind_of_workers_that_does_not_exist(value):
 def test_what_forks_cannot_do(options, why):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a context has no other effect
-        with pytest.raises(ValueError, match=f'workers="fork" makes workers forks of this process, but .*{why}.*; use'):
+        with pytest.raises(ValueError, match=f"but .*{why}.*; leave one of the two out"):
             iter(load(Drawing(), **options))
 
 
