@@ -327,7 +327,7 @@ class Pickler(ByValuePickler):
 
     def _of_replica(self, obj: Any, kind: type) -> Any:
         """How it is pickled in a replica; None for as in a batch."""
-        if (reduction := _with_key(obj, kind)) is not None:
+        if (reduction := _of_multiprocessing(obj, kind)) is not None:
             return reduction
         if issubclass(kind, DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
@@ -525,13 +525,25 @@ def refusal(obj: Any, why: str) -> TypeError:
     return TypeError(f"cannot pickle {type(obj).__name__!r} object: {why}")
 
 
-def _with_key(obj: Any, kind: type) -> tuple[Any, ...] | None:
-    """A proxy of a manager, with the manager's key; None for anything else."""
+def _of_multiprocessing(obj: Any, kind: type) -> tuple[Any, ...] | None:
+    """A proxy of a manager, with the manager's key, or shared memory; None for anything else."""
     managers: Any = sys.modules.get("multiprocessing.managers")
+    memory: Any = sys.modules.get("multiprocessing.shared_memory")
+    if memory is not None and kind is memory.SharedMemory:
+        return _attached, (obj.name, obj.size)
     if managers is None or kind.__reduce__ is not managers.BaseProxy.__reduce__:
         return None
     rebuild, (make, token, serializer, options), *state = obj.__reduce__()
     return rebuild, (make, token, serializer, {**options, "authkey": bytes(obj._authkey)}), *state
+
+
+def _attached(name: str, size: int) -> Any:
+    """Shared memory that stays its creator's: Python would remove it as soon as a process that has attached it ends."""
+    from multiprocessing import resource_tracker, shared_memory
+
+    memory = shared_memory.SharedMemory(name, size=size)
+    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+    return memory
 
 
 def _check_can_leave(obj: Any, kind: type) -> None:

@@ -182,23 +182,6 @@ def exists(name):
     return Path("/dev/shm", name.lstrip("/")).exists()
 
 
-def test_memory_that_a_killed_worker_has_attached_stays(segment, own, tmp_path):
-    once, name = Once(tmp_path / "struck"), segment.name
-
-    def read(index):
-        memory = shared_memory.SharedMemory(name)
-        value = memory.buf[0]
-        memory.close()
-        if index == 3:
-            once.strike()
-        return value
-
-    loader = load(read, 6, 1, **own)
-    for _ in range(2):
-        assert list(loader) == [7] * 6
-    assert exists(name)
-
-
 class Carries:
     """Has the segment itself, as mosaicml-streaming's dataset has: it is attached when the dataset is unpickled."""
 

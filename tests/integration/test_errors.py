@@ -169,7 +169,9 @@ def test_a_dataset_that_cannot_be_pickled_names_the_attribute_at_iter():
     loader = DataLoader(dataset, num_workers=2, workers="ray")
     with pytest.raises(TypeError, match=r"cannot pickle 'generator' object") as caught:
         iter(loader)
-    assert "dataset.cache['entry'][1].stream: builtins.generator can't be sent to a worker" in note_of(caught.value)
+    culprit, remedy = caught.value.__notes__
+    assert "dataset.cache['entry'][1].stream: builtins.generator can't be sent to a worker" in culprit
+    assert 'use workers="fork"' in remedy
     del dataset.cache
     assert [batch.item() for batch in loader] == [0, 1]
 
@@ -180,7 +182,7 @@ def test_a_function_that_cannot_be_pickled_is_named(argument):
     loader = DataLoader(range(2), num_workers=1, workers="ray", **{argument: lambda _: stream})
     with pytest.raises(TypeError, match="cannot pickle") as caught:
         iter(loader)
-    assert f"{argument}.<closure>.stream: builtins.generator can't be sent" in note_of(caught.value)
+    assert f"{argument}.<closure>.stream: builtins.generator can't be sent" in caught.value.__notes__[0]
 
 
 class RefusesToLeave:
