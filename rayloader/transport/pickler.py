@@ -24,7 +24,7 @@ import functools
 import importlib
 import io
 import mmap
-import multiprocessing  # noqa: F401  # cloudpickle wants the module to be there
+import multiprocessing  # cloudpickle too wants the module to be there
 import operator
 import pickle
 import sys
@@ -534,7 +534,15 @@ def _of_multiprocessing(obj: Any, kind: type) -> tuple[Any, ...] | None:
     if managers is None or kind.__reduce__ is not managers.BaseProxy.__reduce__:
         return None
     rebuild, (make, token, serializer, options), *state = obj.__reduce__()
-    return rebuild, (make, token, serializer, {**options, "authkey": bytes(obj._authkey)}), *state
+    key, of_process = bytes(obj._authkey), obj._authkey == multiprocessing.current_process().authkey
+    return _proxy, (of_process, rebuild, make, token, serializer, {**options, "authkey": key}), *state
+
+
+def _proxy(of_process: bool, rebuild: Any, make: Any, token: Any, serializer: str, options: dict[str, Any]) -> Any:
+    """A proxy in a worker, whose process has the driver's key then: for proxies that this one returns."""
+    if of_process:
+        multiprocessing.current_process().authkey = options["authkey"]
+    return rebuild(make, token, serializer, options)
 
 
 def _attached(name: str, size: int) -> Any:
