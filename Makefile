@@ -14,8 +14,8 @@ DOCS_READY := $(VENV)/.ready-docs
 PARTS := integration programs unit conformance multinode others checkpoints
 FOLDERS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py))))
 FILES_checkpoints := $(wildcard tests/integration/test_checkpoint*.py)
-FILES_programs := $(patsubst %,tests/integration/test_%.py,closing examples forks interrupts kinds_of_datasets \
-	lacking lifetimes output scripts signals)
+FILES_programs := $(patsubst %,tests/integration/test_%.py,closing default examples forks interrupts \
+	kinds_of_datasets lacking lifetimes scripts signals)
 FILES_integration := tests/integration $(patsubst %,--ignore=%,$(FILES_checkpoints) $(FILES_programs))
 FILES_others := $(addprefix tests/,$(sort $(filter-out $(PARTS),$(FOLDERS))))
 PYTEST := $(PY) -m pytest $(SELECTED)

@@ -71,14 +71,15 @@ def ray_session(keepers):
     import rayloader.actors.actors
     import rayloader.actors.pool
     import rayloader.actors.session
-    from rayloader import DataLoader, shutdown
+    from rayloader import DataLoader, init, shutdown
 
     rayloader.actors.pool.GRACE_S = 0.0
     # What the log holds is not to depend on how fast the machine is.
     rayloader.actors.session.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
-        keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3, workers="ray")
+        init()  # from now on this program uses Ray
+        keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
         for _ in keeper:
             pass
     keepers.append(keeper)
@@ -104,8 +105,7 @@ def nothing_left():
     """After a test: no thread, descriptor, mapping or actor process of ours but those that were there before.
 
     While there are keepers, the actors of the process's pool stay warm for it, each with its arena, and the thread
-    that started Ray lives. The thread of the workers' output runs while there is a pool, that of the janitor once there
-    was a worker.
+    that started Ray lives, and that of the janitor once there was a worker.
     """
     threads, files, actors = our_threads(), our_files() if _files is None else _files, pool_pids()
     yield
@@ -130,9 +130,7 @@ def our_threads():
 
 def check_threads(before):
     def left():
-        allowed = {"rayloader-janitor"} | ({"rayloader-output"} if pool_if_any() is not None else set())
-        if _keepers:
-            allowed.add("rayloader-session")
+        allowed = {"rayloader-janitor"} | ({"rayloader-session"} if _keepers else set())
         return [thread for thread in our_threads() - before if thread.name not in allowed]
 
     if left():

@@ -66,7 +66,7 @@ LOCAL_RAY_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
     "RAY_worker_niceness": "0",
     "RAY_free_objects_period_milliseconds": "0",
-    # Ray would kill the children of a worker, resource trackers included.
+    # Ray would kill the children of a worker, and with them the resource tracker that removes its shared memory.
     "RAY_kill_child_processes_on_worker_exit": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_port_wait_time_s": "300",

@@ -45,6 +45,7 @@ _target = _Target()
 
 # torch's own entries of its collate map. The program has perhaps changed that before this module is imported.
 _FIRST = {key: f for key, f in default_collate_fn_map.items() if f.__module__ == collate_tensor_fn.__module__}
+_adopted: set[Any] = set()  # keys of the driver's map, as it was last adopted in this process
 # Types of samples, or of items in a tuple, list or dict that is one, whose collating runs no code of the user's.
 _LEAVES = {torch.Tensor, int, float, bool, str, bytes, np.ndarray}
 _LEAVES |= {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
@@ -87,7 +88,8 @@ def adopt_collate_fn_map(drivers: dict[Any, Any]) -> None:
 
     Entries that modules have added while this worker imported them stay, after the driver's entries: the order matters.
     """
-    known = _FIRST.keys() | drivers.keys()
+    global _adopted
+    known, _adopted = _FIRST.keys() | drivers.keys() | _adopted, set(drivers)  # the driver may have removed some since
     added = {key: function for key, function in default_collate_fn_map.items() if key not in known}
     default_collate_fn_map.clear()
     for key, function in {**drivers, **added}.items():

@@ -24,7 +24,7 @@ import functools
 import importlib
 import io
 import mmap
-import multiprocessing  # noqa: F401  # cloudpickle wants the module to be there
+import multiprocessing  # cloudpickle too wants the module to be there
 import operator
 import pickle
 import sys
@@ -327,7 +327,7 @@ class Pickler(ByValuePickler):
 
     def _of_replica(self, obj: Any, kind: type) -> Any:
         """How it is pickled in a replica; None for as in a batch."""
-        if (reduction := _with_key(obj, kind)) is not None:
+        if (reduction := _of_multiprocessing(obj, kind)) is not None:
             return reduction
         if issubclass(kind, DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
@@ -525,13 +525,33 @@ def refusal(obj: Any, why: str) -> TypeError:
     return TypeError(f"cannot pickle {type(obj).__name__!r} object: {why}")
 
 
-def _with_key(obj: Any, kind: type) -> tuple[Any, ...] | None:
-    """A proxy of a manager, with the manager's key; None for anything else."""
+def _of_multiprocessing(obj: Any, kind: type) -> tuple[Any, ...] | None:
+    """A proxy of a manager, with the manager's key, or shared memory; None for anything else."""
     managers: Any = sys.modules.get("multiprocessing.managers")
+    memory: Any = sys.modules.get("multiprocessing.shared_memory")
+    if memory is not None and kind is memory.SharedMemory:
+        return _attached, (obj.name, obj.size)
     if managers is None or kind.__reduce__ is not managers.BaseProxy.__reduce__:
         return None
     rebuild, (make, token, serializer, options), *state = obj.__reduce__()
-    return rebuild, (make, token, serializer, {**options, "authkey": bytes(obj._authkey)}), *state
+    key, of_process = bytes(obj._authkey), obj._authkey == multiprocessing.current_process().authkey
+    return _proxy, (of_process, rebuild, make, token, serializer, {**options, "authkey": key}), *state
+
+
+def _proxy(of_process: bool, rebuild: Any, make: Any, token: Any, serializer: str, options: dict[str, Any]) -> Any:
+    """A proxy in a worker, whose process has the driver's key then: for proxies that this one returns."""
+    if of_process:
+        multiprocessing.current_process().authkey = options["authkey"]
+    return rebuild(make, token, serializer, options)
+
+
+def _attached(name: str, size: int) -> Any:
+    """Shared memory that stays its creator's: Python would remove it as soon as a process that has attached it ends."""
+    from multiprocessing import resource_tracker, shared_memory
+
+    memory = shared_memory.SharedMemory(name, size=size)
+    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
+    return memory
 
 
 def _check_can_leave(obj: Any, kind: type) -> None:

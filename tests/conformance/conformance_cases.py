@@ -13,7 +13,7 @@ written as "0", "2", "2p": the number of workers, p for persistent ones. Three g
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import (
@@ -53,6 +53,7 @@ class Case:
         unordered: Compare the batches of an epoch as a multiset.
         contexts: Context managers around construction and script.
         full: In a full run only.
+        actors: What actors are compared with: torch's workers that are forked or spawned; None: with nothing.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     unordered: bool = False
     contexts: tuple[Callable[[], Any], ...] = ()
     full: bool = False
+    actors: Literal["fork", "spawn", None] = "fork"
 
 
 CASES: list[Case] = []
@@ -278,21 +280,27 @@ add("init_unused", "0", lambda: {"dataset": data.Noisy(), "worker_init_fn": call
 
 
 def facts(**options):
-    return {"dataset": data.Facts(6), "collate_fn": lambda batch: batch, "batch_size": 2, **options}
+    return {"dataset": data.Facts(6), "collate_fn": calls.as_is, "batch_size": 2, **options}
+
+
+def surroundings():
+    return facts(dataset=data.Surroundings(6))
 
 
 add("facts", "0 1 2 3p", facts)
 add("facts_single", "2", lambda: facts(batch_size=None), sample=NOT_SAMPLED)
-add("surroundings", "0 2 2p", facts, script=scripts.surroundings)
-add("affinity", "2 2p", facts, script=scripts.affinity)
-add("modes", "0 2 2p", facts, script=scripts.modes)
-add("settings", "0 2 2p", facts, script=scripts.settings)
-add("default_dtype", "0 2 2p", facts, script=scripts.default_dtype)
+add("surroundings", "0 2 2p", surroundings, script=scripts.surroundings, actors=None)
+add("affinity", "2 2p", surroundings, script=scripts.affinity, actors=None)
+add("settings", "0 2 2p", surroundings, script=scripts.settings, actors=None)
+add("settings_of_libraries", "2p", facts, script=scripts.settings, actors="spawn", sample={"2p"})
+add("modes", "0 2 2p", facts, script=scripts.modes, actors="spawn")
+add("default_dtype", "0 2 2p", facts, script=scripts.default_dtype, actors="spawn")
 add(
     "default_dtype_collated",
     "2",
     lambda: {"dataset": data.Noisy(), "batch_size": 4},
     script=scripts.default_dtype,
+    actors="spawn",
 )
 add("own_state", "0 2 2p", lambda: {"dataset": data.Stateful(), "batch_size": 3}, script=scripts.epochs(3))
 add("own_generator", "0 2 2p", lambda: {"dataset": data.OwnGenerator(), "batch_size": 3})

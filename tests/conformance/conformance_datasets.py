@@ -121,19 +121,15 @@ class Points(Sized):
 
 
 def settings():
-    """What the settings that a worker takes over from the thread that calls `iter()` do there."""
-    umask = os.umask(0o022)
-    os.umask(umask)
+    """What settings of torch, NumPy and Python do in this process."""
     ones = torch.ones(2, 2)
     return {
         "autocast": (str((ones @ ones).dtype), str(torch.get_autocast_dtype("cpu")), torch.is_autocast_cache_enabled()),
         "denormal": float(torch.tensor(1e-310, dtype=torch.float64) / 2),
         "NumPy's errors": str(np.geterr()),
         "third": str(decimal.Decimal(1) / 3),
-        "hour": time.localtime(0).tm_hour,
         "matmul precision": torch.get_float32_matmul_precision(),
         "recursion limit": sys.getrecursionlimit(),
-        "umask": umask,
         "printed": str(torch.tensor(1.23456)) + str(np.array([1.23456])),
     }
 
@@ -143,7 +139,6 @@ class Facts(Sized):
 
     def __init__(self, length=LENGTH):
         super().__init__(length)
-        self.arguments = list(sys.argv)
         self.path = [os.path.abspath(entry) for entry in sys.path]
 
     def __getitem__(self, index):
@@ -157,17 +152,32 @@ class Facts(Sized):
             "seed": torch.initial_seed(),
             "dtype": str(torch.get_default_dtype()),
             "made": torch.tensor([1.5]) + index,
-            "folder": os.path.basename(os.getcwd()),
-            "variable": os.environ.get("CONFORMANCE_VARIABLE"),
-            "cores": sorted(os.sched_getaffinity(0)),
             "niceness": os.nice(0),
             "main_thread": threading.current_thread() is threading.main_thread(),
             "grad": grad.requires_grad,
             "inference": torch.is_inference_mode_enabled(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "settings": settings(),
-            "arguments": sys.argv == self.arguments,
             "not on the path": [entry for entry in self.path if entry not in map(os.path.abspath, sys.path)],
+        }
+
+
+class Surroundings(Facts):
+    """And what a process inherits by fork."""
+
+    def __init__(self, length=LENGTH):
+        super().__init__(length)
+        self.arguments = list(sys.argv)
+
+    def __getitem__(self, index):
+        os.umask(umask := os.umask(0o022))
+        return super().__getitem__(index) | {
+            "arguments": sys.argv == self.arguments,
+            "folder": os.path.basename(os.getcwd()),
+            "variable": os.environ.get("CONFORMANCE_VARIABLE"),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "hour": time.localtime(0).tm_hour,
+            "umask": umask,
         }
 
 

@@ -1,16 +1,14 @@
 """The same cases through torch's loader and ours: equal in every value, type, stride, error and generator state.
 
 Torch's side runs once, in a process of its own that has no Ray in it (reference.py; conftest.py starts it before the
-first test of the session); ours runs here on warm actors.
-Batches come through Ray's object store in one half of the cases and through arenas, however small they are, in the
-other; calls carry one task, three, or as many as is automatic. A full run takes each case all these ways, and by TCP.
+first test of the session); ours runs here, on warm actors and on forks.
+Batches come from actors through Ray's object store in a third of the cases, from actors through arenas, however small
+they are, in another, and from forks in the third; as many tasks of a worker are under way as torch has, many, or as
+many as is automatic. A full run takes each case all these ways, and by TCP.
 `pytest tests/conformance --against=torch` puts torch's loader in the place of ours, to prove the cases deterministic.
 """
 
 import itertools
-import math
-import random
-import threading
 
 import pytest
 import torch.utils.data
@@ -18,14 +16,15 @@ import torch.utils.data
 from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
-from rayloader.actors import actors, moving, session, takeover
+from rayloader.actors import actors
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
-from rayloader.workers.connection import ForkCalls
+from rayloader.workers import ray_use
+from rayloader.workers.forks import ForkCalls
+from reference import SPAWNED
 
-MOVE_LIMIT = 20.0  # seconds until actors can take over, or it is known that they cannot; on expiry nothing moves
 FRESH = "noisy-shuffled-w2"  # the case that is also run where it is what starts the workers
 
 
@@ -40,9 +39,9 @@ def loader_class(request):
 
 
 # How the batches travel: whether there are arenas, where even the smallest buffer has a slot; "tcp" as if the workers
-# were on another machine; "fork" from forks of this process; "moved" from forks, until the workers move to actors.
-LANES = {"store": "0", "arena": "1", "tcp": "1", "fork": "1", "moved": "1"}
-ALWAYS = "store", "arena", "fork", "moved"  # not in full runs only
+# were on another machine; "fork" from forks of this process.
+LANES = {"store": "0", "arena": "1", "tcp": "1", "fork": "1"}
+ALWAYS = "store", "arena", "fork"  # not in full runs only
 # How many tasks of a worker are under way where the depth is automatic; None: as many as should be.
 DEPTHS = {"torchs": 0, "deep": 9, "automatic": None}
 WAYS = list(itertools.product(ALWAYS, DEPTHS))
@@ -54,9 +53,12 @@ def in_all_ways():
         if case.name.endswith("-w0"):
             yield pytest.param(case, "store", "torchs", id=case.name, marks=pytest.mark.full if case.full else ())
             continue
-        for place, (lane, depth) in enumerate(WAYS):
-            marks = () if number % len(WAYS) == place and not case.full else pytest.mark.full
+        ways = [way for way in WAYS if case.actors is not None or way[0] == "fork"]
+        for place, (lane, depth) in enumerate(ways):
+            marks = () if number % len(ways) == place and not case.full else pytest.mark.full
             yield pytest.param(case, lane, depth, id=f"{case.name}-{lane}-{depth}", marks=marks)
+        if case.actors is None:
+            continue
         depth = list(DEPTHS)[number % len(DEPTHS)]
         marks = () if case.name == FRESH else pytest.mark.full
         yield pytest.param(case, "tcp", depth, id=f"{case.name}-tcp-{depth}", marks=marks)
@@ -68,53 +70,8 @@ def lane(request, monkeypatch):
     monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
     monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
     monkeypatch.setattr(actors, "LOCAL_LINES", request.param != "tcp")
-    if request.param in ("fork", "moved"):
-        monkeypatch.setattr(session, "is_wanted", lambda: False)
-        monkeypatch.setattr(session, "may_start", lambda: request.param == "moved")
-    if request.param == "moved":
-        move_at_some_batch(monkeypatch, random.Random(request.node.name))
+    monkeypatch.setattr(ray_use, "is_used", lambda: request.param != "fork")
     return request.param
-
-
-def move_at_some_batch(monkeypatch, chance):
-    """The workers of each fleet move at a batch that is drawn by lot, as far as their datasets can move."""
-    monkeypatch.setattr(takeover, "START_AFTER_S", 0.0)
-    monkeypatch.setattr(takeover, "MOVE_S", math.inf)
-    has_news = takeover.Takeover.has_news.fget
-    begins = takeover.Takeover.__init__
-
-    def begin(self, new_actors, zygote, lock, told):
-        self.at, self.needs_user = chance.randrange(6), threading.Event()
-        begins(self, new_actors, zygote, lock, told)
-
-    def work(self, *those):
-        try:
-            works(self, *those)
-        finally:
-            self.needs_user.set()
-
-    def until(self, is_so):
-        if (
-            getattr(is_so, "func", None) is moving._can_be_proved and not is_so()
-        ):  # the user's thread receives what is missing
-            self.needs_user.set()
-        answer = waits(self, is_so)
-        self.needs_user.clear()
-        return answer
-
-    def decides(self):
-        if self.at > 0:
-            self.at -= 1
-            return False
-        if self._thread is not None:
-            self.needs_user.wait(MOVE_LIMIT)
-        return has_news(self)
-
-    works, waits = takeover.Takeover._work, takeover.Takeover.until
-    monkeypatch.setattr(takeover.Takeover, "__init__", begin)
-    monkeypatch.setattr(takeover.Takeover, "_work", work)
-    monkeypatch.setattr(takeover.Takeover, "until", until)
-    monkeypatch.setattr(takeover.Takeover, "has_news", property(decides))
 
 
 @pytest.fixture
@@ -133,7 +90,10 @@ def fix_depth(pace, depth):
 
 @pytest.mark.parametrize(("case", "lane", "depth"), list(in_all_ways()), indirect=["lane", "depth"])
 def test_same_as_torch(case, lane, depth, reference, loader_class):
-    difference = first_difference(reference[case.name], record(case, loader_class))
+    is_ours = loader_class is not torch.utils.data.DataLoader
+    spawned = is_ours and lane != "fork" and case.actors == "spawn"
+    expected = reference[SPAWNED.format(case.name) if spawned else case.name]
+    difference = first_difference(expected, record(case, loader_class))
     if difference:
         pytest.fail(difference, pytrace=False)
 
@@ -156,7 +116,6 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
         channels = {
             "arena": {(ActorLine, True)},
             "fork": {(ForkCalls, True)},
-            "moved": {(ForkCalls, True), (ActorLine, True)},
             "store": {(RayCalls, False)},
             "tcp": {(TcpCalls, False)},
         }

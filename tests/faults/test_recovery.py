@@ -1,7 +1,5 @@
 """Workers that die in ways that the table does not have: several, again and again, in loaders of every kind."""
 
-import contextlib
-import itertools
 import os
 import random
 import time
@@ -22,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 MAP = pytest.param("map", marks=pytest.mark.full)
 ITERABLE = pytest.param("iterable", marks=pytest.mark.full)
 HANG_LIMIT = 60.0  # seconds; on expiry the loader raises and the test fails
-oversubscribed = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
 @pytest.fixture
@@ -425,29 +422,6 @@ def test_batches_of_live_workers_are_delivered_meanwhile(in_order, faults, tmp_p
     found += iterator
     os.close(pipe)
     assert (found if in_order else sorted(found)) == list(range(24))
-
-
-@pytest.mark.full
-@oversubscribed
-def test_killed_while_it_ends_one_line_and_has_another(faults, caplog):
-    """After a `resize` a worker process that moves on has calls of both under way."""
-    loader = DataLoader(Sleeping(), 4, num_workers=3, worker_init_fn=faults.started, timeout=HANG_LIMIT)
-    iterator = iter(loader)
-    found = [next(iterator).tolist()]
-    processes = [faults.process_of(worker_id) for worker_id in range(2)]
-    loader.resize(2)
-    kill(*processes)
-    found += [batch.tolist() for batch in iterator]
-    assert list(itertools.chain(*found)) == list(range(48))
-
-
-class Sleeping(Dataset):
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, index):
-        time.sleep(0.1)
-        return index
 
 
 class TerminatesItself(Dataset):

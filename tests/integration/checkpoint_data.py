@@ -424,25 +424,40 @@ def some(first, step):
     return pytest.mark.parametrize("which", [pytest.param(slice(first, None, step), id="some"), EVERY])
 
 
-def make(arguments, num_workers=WORKERS, seed=1, **options):
+def make(arguments, num_workers=WORKERS, kind=DataLoader, seed=1, **options):
     """A loader, of batches of three unless said otherwise, and the driver's generator seeded.
 
     Args:
         arguments: makes the loader's arguments, all objects anew.
         num_workers: of the loader.
+        kind: its class.
         seed: of the driver's global generator.
         options: further arguments.
     """
     torch.manual_seed(seed)
     given = {**arguments(), **options}
     batch_size = {} if "batch_sampler" in given else {"batch_size": 3}
-    return DataLoader(**{**batch_size, "num_workers": num_workers, **given})
+    return kind(**{**batch_size, "num_workers": num_workers, **given})
 
 
-def hosted(arguments, actors, of=WORKERS, **options):
-    """A loader that goes on: the same `of` workers, hosted by so many actors at most; seeded otherwise than a run."""
-    loader = make(arguments, of, **{"seed": 2, **options})
-    loader.resize(actors)
+class Hosted(DataLoader):
+    """A loader that has `processes` as its number of workers only where it goes on in the midst of an epoch."""
+
+    processes = WORKERS
+
+    def _get_iterator(self):
+        place, own = self._state and self._state.position, self.num_workers
+        if place is not None and not place.finished:
+            self.num_workers = self.processes
+        iterator = super()._get_iterator()
+        self.num_workers = own
+        return iterator
+
+
+def hosted(arguments, processes, of=WORKERS, **options):
+    """A loader that goes on: the same `of` workers, hosted by so many processes; seeded otherwise than a run."""
+    loader = make(arguments, of, Hosted, **{"seed": 2, **options})
+    loader.processes = processes
     return loader
 
 
@@ -527,8 +542,12 @@ def resumed(loader, saved):
 
 
 def check(epochs, point, loader):
-    """From this point on a loader gives what the run gave."""
+    """From this point on a loader gives what the run gave.
+
+    Persistent workers only go on in the next epoch if they have had processes of their own.
+    """
     rest, following = resumed(loader, point.saved)
     where = f"after {point.taken} batches of epoch {point.epoch}"
     assert rest == epochs[point.epoch][point.taken :], where
-    assert following == epochs[point.epoch + 1], where
+    if not loader.persistent_workers or getattr(loader, "processes", loader.num_workers) == loader.num_workers:
+        assert following == epochs[point.epoch + 1], where

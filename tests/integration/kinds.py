@@ -1,7 +1,8 @@
 """Kinds of datasets that real programs hold: one function each, which uses a loader and returns what came of it.
 
 Each is given a `Program`, whose `load` makes the loader of one side: torch's, or ours with one kind of workers. The
-decorator says what is expected of actors; forks always give what torch's workers give.
+decorator says what is expected of actors; forks always give what torch's forked workers give. A kind that is `Spawned`
+defines nothing within its function that workers need: torch would have to pickle it.
 """
 
 import collections
@@ -39,7 +40,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ END_LIMIT = 60  # seconds for an object to end after its last reference; on expi
 
 class Same:
     """Actors give the same."""
+
+    method = "fork"
 
     def check(self, torchs, actors):
         assert actors == torchs
@@ -64,6 +67,7 @@ class Refused:
     kind: str = ""
     error: str = "TypeError"
     remedy: str = REMEDY
+    method: ClassVar[str] = "fork"
 
     def check(self, torchs, actors):
         assert actors["error"] == self.error
@@ -78,28 +82,34 @@ class Fails:
 
     error: str
     text: str
+    method: ClassVar[str] = "fork"
 
     def check(self, torchs, actors):
         assert actors["error"] == self.error
         assert self.text in actors["text"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Differs:
-    """Actors give something else, of which docs/differences.md tells in these words."""
+class Spawned(Same):
+    """Actors give the same as torch's workers do with the start method spawn."""
 
-    told: str
+    method = "spawn"
+
+
+class Differs:
+    """Actors give something else: they have neither the trainer's folder and environment nor its output."""
+
+    method = "fork"
 
     def check(self, torchs, actors):
         assert actors != torchs
-        assert self.told in (Path(__file__).parents[2] / "docs/differences.md").read_text()
+        assert "error" not in actors
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
     name: str
     run: Callable[["Program"], Any]
-    actors: Same | Refused | Fails | Differs
+    actors: Same | Refused | Fails | Spawned | Differs
     needs: tuple[str, ...]
 
     @property
@@ -613,7 +623,7 @@ def a_socket(program):
         return batches, sorted(theirs.recv(1)[0] for _ in range(8))
 
 
-@kind(Refused("dataset.process", "_io.TextIOWrapper"))
+@kind(Refused("dataset.process", "_thread.lock"))
 def a_process_that_answers_over_pipes(program):
     def sample(self, index):
         self.process.stdin.write(f"{index}\n")
@@ -648,7 +658,7 @@ def a_thread_pool_that_is_made_before(program):
         return taken(program.load(Holding(lambda self, index: sum(self.pool.map(doubled, range(index))), pool=pool)))
 
 
-@kind(Refused("dataset.thread", "threading.Thread"))
+@kind(Refused("dataset.numbers", "_thread.lock"))
 def a_thread_that_fills_a_queue(program):
     numbers, ended = queue.Queue(), threading.Event()
 
@@ -673,7 +683,7 @@ def a_thread_that_fills_a_queue(program):
         thread.join()
 
 
-@kind()
+@kind(Refused("dataset.lock", "_thread.lock"))
 def locks_of_threads(program):
     def sample(self, index):
         with self.lock, self.reentrant, self.reentrant, self.condition:
@@ -974,25 +984,43 @@ setting = 0
 context = contextvars.ContextVar("context", default=0)
 
 
-def of_module(self, index):
-    return 100 * setting + index
+@kind(Spawned())
+def what_the_program_has_set(program):
+    return contextvars.copy_context().run(set_and_taken, program)
 
 
-@kind(Differs("module globals of other types (a log line names those that differ"))
-def a_registry_that_the_program_has_filled(program):
+def set_and_taken(program):
+    global setting
+    precision, dtype, characters = (
+        decimal.getcontext().prec,
+        torch.get_default_dtype(),
+        locale.setlocale(locale.LC_CTYPE),
+    )
+    locale.setlocale(locale.LC_CTYPE, "C.UTF-8" if characters == "C" else "C")
     REGISTRY["triple"] = lambda number: 3 * number
+    setting = 1
+    context.set(7)
+    decimal.getcontext().prec = 5
+    torch.set_default_dtype(torch.float64)
+    np.seterr(divide="ignore")
     try:
-        return taken(program.load(Holding(of_registry)))
+        return taken(program.load(Holding(of_program), num_workers=1))
     finally:
+        locale.setlocale(locale.LC_CTYPE, characters)
         REGISTRY.clear()
+        setting = 0
+        decimal.getcontext().prec = precision
+        torch.set_default_dtype(dtype)
+        np.seterr(divide="warn")
 
 
-def of_registry(self, index):
-    return REGISTRY["triple"](index) if REGISTRY else index
+def of_program(self, index):
+    of_python = [*REGISTRY], setting, context.get(), str(decimal.Decimal(1) / 3), locale.setlocale(locale.LC_CTYPE)
+    return index, *of_python, torch.tensor(0.5), np.geterr()
 
 
-@kind()
-def a_module_global_that_the_program_sets(program):
+@kind(Differs())
+def a_module_global_that_the_program_sets_from_epoch_to_epoch(program):
     global setting
     loader, kept = program.load(Holding(of_module)), program.load(Holding(of_module), persistent_workers=True)
     epochs = []
@@ -1005,17 +1033,8 @@ def a_module_global_that_the_program_sets(program):
     return epochs
 
 
-@kind(Differs("`contextvars`"))
-def a_context_variable(program):
-    def load():
-        context.set(7)
-        return taken(program.load(Holding(of_context)))
-
-    return contextvars.copy_context().run(load)
-
-
-def of_context(self, index):
-    return context.get() + index
+def of_module(self, index):
+    return 100 * setting + index
 
 
 @kind()
@@ -1045,43 +1064,25 @@ class Removing:
         self.told()
 
 
-@kind()
-def settings_of_the_process(program):
-    before = os.getcwd(), os.umask(0o027), decimal.getcontext().prec, torch.get_default_dtype()
+@kind(Differs())
+def the_folder_and_the_environment(program):
+    before = os.getcwd(), os.umask(0o027)
     os.chdir(program.folder)
     os.environ["KINDS"] = "set"
-    decimal.getcontext().prec = 5
-    torch.set_default_dtype(torch.float64)
-    np.seterr(divide="ignore")
     try:
-        dataset = Holding(of_process)
-        return taken(program.load(dataset)), os.stat("0").st_mode & 0o777
+        return taken(program.load(Holding(of_environment)))
     finally:
         os.chdir(before[0])
         os.umask(before[1])
         del os.environ["KINDS"]
-        decimal.getcontext().prec = before[2]
-        torch.set_default_dtype(before[3])
-        np.seterr(divide="warn")
 
 
-def of_process(self, index):
-    Path(str(index)).touch()
-    third = decimal.Decimal(1) / 3
-    return os.getcwd() == os.path.realpath("."), os.environ["KINDS"], str(third), torch.tensor(0.5), np.geterr()
+def of_environment(self, index):
+    os.umask(umask := os.umask(0))
+    return os.path.basename(os.getcwd()), os.environ.get("KINDS", ""), umask
 
 
-@kind(Differs("the locale"))
-def the_locale(program):
-    before = locale.setlocale(locale.LC_CTYPE)
-    locale.setlocale(locale.LC_CTYPE, "C.UTF-8" if before == "C" else "C")
-    try:
-        return taken(program.load(Holding(lambda *_: locale.setlocale(locale.LC_CTYPE))))
-    finally:
-        locale.setlocale(locale.LC_CTYPE, before)
-
-
-@kind(Refused("dataset.handler", "_io.TextIOWrapper"))
+@kind(Refused("dataset.handler.lock", "_thread.RLock"))
 def a_handler_of_logging(program):
     def sample(self, index):
         self.handler.handle(logging.makeLogRecord({"msg": f"sample {index}"}))
@@ -1095,7 +1096,7 @@ def a_handler_of_logging(program):
     return batches, sorted((program.folder / "log").read_text().splitlines())
 
 
-@kind()
+@kind(Differs())
 def a_dataset_that_prints_logs_and_warns(program):
     path, logger = program.folder / "output", logging.getLogger("kinds")
     handler = logging.FileHandler(program.folder / "log")

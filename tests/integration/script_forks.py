@@ -44,6 +44,7 @@ def left():
             with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is for the library to wait for it
         janitor.wait()
+    janitor.end()  # until then its thread may hold the bell that it has just rung
     descriptors = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the list itself

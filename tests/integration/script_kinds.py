@@ -2,7 +2,8 @@
 
     python script_kinds.py SIDE OUT FOLDER [NAME...]
 
-SIDE is "torch", "fork" or "ray". What came of each kind is pickled into OUT, by its name; FOLDER is for their files.
+SIDE is "torch" or "spawn" for torch's loader with workers that are forked or spawned, "fork" or "ray" for ours. What
+came of each kind is pickled into OUT, by its name; FOLDER is for their files.
 """
 
 import atexit
@@ -27,15 +28,16 @@ def result(kind, program):
 
 
 def main(side, out, folder, *names):
-    loader_class = torch.utils.data.DataLoader if side == "torch" else rayloader.DataLoader
-    options = {} if side == "torch" else {"workers": side}
-    torch.multiprocessing.set_start_method("fork")
+    is_ours = side in ("fork", "ray")
+    loader_class = rayloader.DataLoader if is_ours else torch.utils.data.DataLoader
+    options = {"workers": side} if is_ours else {}
+    torch.multiprocessing.set_start_method("spawn" if side == "spawn" else "fork")
     ended = Path(folder) / "ended"
     driver = os.getpid()
     atexit.register(lambda: ended.open("a").write(f"{os.getpid() == driver}\n"))
     results = {}
     for kind in KINDS:
-        if kind.missing or (names and kind.name not in names):
+        if kind.missing or (names and kind.name not in names) or (side == "spawn" and kind.actors.method != "spawn"):
             continue
         (place := Path(folder) / kind.name).mkdir()
         results[kind.name] = result(kind, Program(loader_class, options, place))

@@ -5,12 +5,9 @@ What is expected here is what torch's loader does with workers that it forks.
 
 import atexit
 import itertools
-import multiprocessing
 import os
 import signal
-import subprocess
-import weakref
-from multiprocessing import resource_tracker, shared_memory, util
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import psutil
@@ -102,62 +99,9 @@ def test_what_user_code_drops_in_the_worker_is_finalized_there(tmp_path, own):
     assert dataset.notes() == ["__del__"] * 4
 
 
-def test_no_callback_of_the_replica_runs_and_the_process_is_not_handed_on(tmp_path, own):
-    def watch(dataset, index):
-        if index == 0:
-            atexit.register(Noted.note, dataset, "atexit")
-            dataset.held = Held()
-            weakref.finalize(dataset.held, append, dataset.path, "weakref.finalize")
-            util.Finalize(dataset.held, append, (dataset.path, "never"))
-            util.Finalize(None, append, (dataset.path, "at exit"), exitpriority=3)
-
-    dataset = Numbers(tmp_path / "notes", watch)
-    pids = epochs(dataset, 2, own)
-    assert len(set(pids)) == 2
-    wait_for_end(*pids)
-    assert dataset.notes() == ["at exit"] * 2
-
-
-def test_a_process_that_nobody_can_use_ends_only_when_it_has_finalized(tmp_path, own):
-    os.mkfifo(tmp_path / "gate")
-
-    def watch(dataset, index):
-        util.Finalize(None, pass_gate, (tmp_path / "gate", dataset.path), exitpriority=index)
-
-    dataset = Numbers(tmp_path / "notes", watch)
-    pids = epochs(dataset, 1, own)  # their loader is gone, and with it whoever could use the process
-    get_pool().wait()
-    gate = os.open(tmp_path / "gate", os.O_RDWR)  # waits for no reader
-    try:
-        os.write(gate, b"123")
-        wait_for_end(*pids)
-    finally:
-        os.close(gate)
-    assert dataset.notes() == ["passed"] * 3
-
-
-def pass_gate(gate, path):
-    with open(gate) as file:
-        os.read(file.fileno(), 1)
-    append(path, "passed")
-
-
-class Held:
-    pass
-
-
 def append(path, text):
     with open(path, "a") as file:
         file.write(f"{text}\n")
-
-
-def test_a_fresh_process_ends_likewise(tmp_path, own):
-    def watch(dataset, index):
-        util.Finalize(None, append, (dataset.path, f"at exit {index}"), exitpriority=index)
-
-    dataset = Numbers(tmp_path / "notes", watch)
-    wait_for_end(*epochs(dataset, 1, own, fresh_processes=True))
-    assert dataset.notes() == ["at exit 2", "at exit 1", "at exit 0"]
 
 
 def by_sigterm(actor):
@@ -210,22 +154,6 @@ def test_an_iterator_that_has_not_ended_is_closed_with_its_worker(to_the_end, tm
     assert (tmp_path / "notes").read_text() == "closed\n" * 3
 
 
-def test_a_process_that_keeps_more_and_more_files_open_is_not_handed_on(tmp_path, own):
-    class Opens(Numbers):
-        file = -1
-
-        def __getitem__(self, index):
-            self.file = os.open(self.path, os.O_CREAT)
-            return os.getpid()
-
-        def __del__(self):
-            if self.file >= 0:
-                os.close(self.file)
-
-    first, second, third = epochs(Opens(tmp_path / "notes"), 3, own)
-    assert first == second != third
-
-
 # ---- shared memory
 
 
@@ -252,23 +180,6 @@ class Once:
 
 def exists(name):
     return Path("/dev/shm", name.lstrip("/")).exists()
-
-
-def test_memory_that_a_killed_worker_has_attached_stays(segment, own, tmp_path):
-    once, name = Once(tmp_path / "struck"), segment.name
-
-    def read(index):
-        memory = shared_memory.SharedMemory(name)
-        value = memory.buf[0]
-        memory.close()
-        if index == 3:
-            once.strike()
-        return value
-
-    loader = load(read, 6, 1, **own)
-    for _ in range(2):
-        assert list(loader) == [7] * 6
-    assert exists(name)
 
 
 class Carries:
@@ -317,15 +228,6 @@ def create(index, kept=[]):  # noqa: B006  # a global of the worker
     return memory.name, os.getpid(), resource_tracker._resource_tracker._pid
 
 
-def test_memory_that_a_worker_has_created_goes_with_its_tracker(own):
-    loader = load(create, 1, **own)
-    ((name, pid, tracker),) = loader
-    ((_, second, _),) = loader  # the first epoch has ended in its process
-    assert pid == second
-    assert not psutil.pid_exists(tracker)
-    assert not exists(name)
-
-
 def test_memory_that_a_killed_worker_has_created_goes_with_its_own_tracker(own, tmp_path):
     once = Once(tmp_path / "struck")
 
@@ -339,25 +241,3 @@ def test_memory_that_a_killed_worker_has_created_goes_with_its_own_tracker(own, 
     name, tracker = (tmp_path / "created").read_text().split()
     wait_for_end(int(tracker))
     assert not exists(name)
-
-
-def test_semaphores_go_with_the_process_that_made_them(own):
-    def make(index, kept=[]):  # noqa: B006  # a global of the worker
-        kept.append(multiprocessing.get_context("spawn").Lock())
-        return kept[-1]._semlock.name
-
-    loader = load(make, 1, **own)
-    (name,) = loader
-    list(loader)  # the first epoch has ended in its process
-    assert not exists(f"sem.{name[1:]}")
-
-
-def test_a_child_process_ends_with_the_worker_that_started_it(own):
-    def start(index):
-        return os.getpid(), subprocess.Popen(["sleep", "1000"]).pid
-
-    loader = load(start, 1, **own)
-    pids = [pid for epoch in (list(loader), list(loader)) for pid in epoch[0]]
-    assert pids[0] != pids[2]
-    del loader
-    wait_for_end(*pids)

@@ -7,6 +7,7 @@ test_kinds_of_datasets.py.
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from inside import kill_worker, pid_of, pid_of_zygote
 from latches import Gate
 from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
+from rayloader.epoch import hosts
 from rayloader.workers import zygote
 from test_scripts import finish, start
 
@@ -276,21 +278,6 @@ def test_a_state_of_forks_goes_on_in_actors_and_the_other_way_round(ray_session,
     assert before + taken(goes_on) == torchs(kind)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_resize(kind):
-    """A fork has one dataset object, so each worker keeps a fork of its own."""
-    loader = load(KINDS[kind](), prefetch_factor=2, persistent_workers=True)
-    batches = []
-    for count in (1, 2):
-        batches.append([])
-        for number, batch in enumerate(iterator := iter(loader)):
-            batches[-1].append(batch.tolist())
-            if number == 3:
-                loader.resize(count)
-                assert len({pid_of(iterator, worker_id) for worker_id in (0, 1)}) == loader.stats().processes == 2
-    assert batches == torchs(kind, 2, prefetch_factor=2, persistent_workers=True)
-
-
 def test_a_fork_beside_a_running_ray_sees_nothing_of_it(ray_session):
     import ray
 
@@ -506,8 +493,24 @@ def test_a_kind_of_workers_that_does_not_exist(value):
 def test_what_forks_cannot_do(options, why):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a context has no other effect
-        with pytest.raises(ValueError, match=f'workers="fork" makes workers forks of this process, but .*{why}.*; use'):
+        with pytest.raises(ValueError, match=f"but .*{why}.*; leave one of the two out"):
             iter(load(Drawing(), **options))
+
+
+def test_in_a_program_that_uses_ray_a_dataset_that_ray_cannot_send_has_forks(ray_session, caplog):
+    caplog.set_level(logging.INFO, "rayloader")
+    hosts._tell_of_forks.cache_clear()
+    dataset = Drawing()
+    with open(os.devnull) as dataset.file:
+        for _ in range(2):
+            loader = load(dataset, workers="auto")
+            assert [taken(loader), taken(loader)] == torchs("map-style", 2)
+        (told,) = [line for line in lines(caplog) if "the workers are forks" in line]
+        assert "dataset.file: _io.TextIOWrapper can't be sent to a worker" in told
+        for options in ({"workers": "ray"}, {"workers": "auto", "ray_remote_args": {"num_cpus": 0}}):
+            with pytest.raises(TypeError, match="cannot pickle") as caught:
+                iter(load(dataset, **options))
+            assert 'use workers="fork"' in caught.value.__notes__[-1]
 
 
 def test_the_kind_of_workers_is_an_attribute_and_a_default_of_patch():

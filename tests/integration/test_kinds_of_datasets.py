@@ -4,7 +4,6 @@ Each side is a program of its own; torch's and that of forks never import Ray, a
 run side by side.
 """
 
-import json
 import pickle
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 from kinds import KINDS
 from test_scripts import finish, kill_group, start
 
-SIDES = "torch", "fork", "ray"
-MOVE_LIMIT = 540  # seconds for workers to move on a machine with other work; on expiry the test fails
+SIDES = "torch", "spawn", "fork", "ray"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,22 +52,7 @@ def without_what_is_missing():
 
 @pytest.mark.parametrize("kind", [*without_what_is_missing()])
 def test_forks_give_what_torchs_workers_give_and_actors_the_same_or_a_clear_error(kind, results):
-    torchs, forks, actors = (results[side][kind.name] for side in SIDES)
+    torchs, forks, actors = (results[side][kind.name] for side in ("torch", "fork", "ray"))
     assert not (isinstance(torchs, dict) and "error" in torchs), torchs
     assert forks == torchs
-    kind.actors.check(torchs, actors)
-
-
-def test_workers_move_to_actors_unless_the_dataset_cannot_be_pickled_which_the_log_says_once(results, tmp_path):
-    assert results  # the programs that use all cores have ended
-    output, errors = finish(program := start("script_moving.py", tmp_path), MOVE_LIMIT)
-    assert program.returncode == 0, errors
-    found = json.loads(output[-1])
-    ((name, level, line),) = found["lines"]
-    assert (name, level) == ("rayloader", "INFO")
-    assert "the workers stay forks of this process" in line
-    assert "dataset.epoch: multiprocessing.sharedctypes.Synchronized can't be sent to a worker" in line
-    assert found["kinds"]["Numbers"][0] == ["fork"] * 2
-    assert ["actor"] * 2 in found["kinds"]["Numbers"]
-    assert found["kinds"]["Numbers"][-1] == ["fork"] * 2  # each epoch begins with forks, and the last is short
-    assert set(map(tuple, found["kinds"]["Signalled"])) == {("fork",) * 2}
+    kind.actors.check(results["spawn"][kind.name] if kind.actors.method == "spawn" else torchs, actors)

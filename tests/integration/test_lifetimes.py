@@ -111,7 +111,7 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
         monkeypatch.setattr(owner, name, noted)
 
     note(rayloader.workers.fleet.Fleet, "lend")
-    note(rayloader.epoch.hosts.codec, "encode")
+    note(rayloader.transport.codec, "encode")
     note(Image, "write")
     loader, epochs = load(pid, 1, **own), []
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -24,15 +23,6 @@ class Drawing(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor([index, random.random()])
-
-
-class WithGenerator(Drawing):
-    def __init__(self):
-        super().__init__()
-        self.generator = np.random.default_rng(0)
-
-    def __getitem__(self, index):
-        return torch.tensor([index, random.random(), self.generator.random()])
 
 
 class Fetching(Dataset):
@@ -64,37 +54,6 @@ def test_an_epoch_that_is_resumed_and_broken_off_at_once_is_as_if_it_had_gone_on
     loader = begun()
     state = loader.state_dict()
     assert [batch.tolist() for batch in begun(state)] == [batch.tolist() for batch in loader]
-
-
-def test_resized_and_broken_off_at_once():
-    def second_epoch(resized):
-        torch.manual_seed(0)
-        loader = DataLoader(Drawing(), batch_size=2, num_workers=3, persistent_workers=True, prefetch_factor=2)
-        next(iter(loader))
-        if resized:
-            loader.resize(2)
-        return [batch.tolist() for batch in loader]
-
-    assert second_epoch(True) == second_epoch(False)
-
-
-def test_resized_at_the_start_of_an_epoch_that_is_broken_off_at_once():
-    """What the workers that moved build again of the epoch before is not dropped with what nobody wants of this one."""
-
-    def later_epochs(resized):
-        torch.manual_seed(0)
-        loader = DataLoader(WithGenerator(), batch_size=2, num_workers=3, persistent_workers=True)
-        epochs = []
-        for taken in (30, 1, 3):
-            if resized:
-                loader.resize(3)
-            iterator = iter(loader)
-            epochs.append([next(iterator).tolist() for _ in range(taken)])
-            if resized:
-                loader.resize(2)
-        return [*epochs, [batch.tolist() for batch in loader]]
-
-    assert later_epochs(True) == later_epochs(False)
 
 
 @pytest.mark.parametrize("arenas", [True, False])

@@ -65,14 +65,11 @@ PARITY = {
     ],
     "one and the same thread": [
         "workers::test_all_user_code_runs_in_one_and_the_same_thread_the_main_one",
-        "workers::test_cpu_affinity_is_that_of_the_thread_that_called_iter",
     ],
-    "working directory and environment as at iter()": [
-        "workers::test_working_directory_and_environment_are_the_drivers_at_iter",
-    ],
-    "default dtype and one torch thread": [
-        "workers::test_default_dtype_is_the_drivers",
-        "workers::test_torch_has_one_thread_in_a_worker",
+    "one torch thread": ["workers::test_torch_has_one_thread_in_a_worker"],
+    "without Ray, workers are forks": [
+        "default::test_what_comes_of_a_program_is_the_same_as_with_torchs_loader",
+        "default::test_in_a_long_epoch_nothing_listens_and_nothing_of_ray_is_there",
     ],
     "sys.path travels": [
         "workers::test_sys_path_is_the_drivers",

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import sys
-import threading
 import time
 import types
 from dataclasses import replace
@@ -23,10 +22,10 @@ import rayloader
 from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
+from rayloader.actors import replica
 from rayloader.actors.actor import Actor, RayAnswer
 from rayloader.actors.channels import ActorCalls
 from rayloader.actors.pool import get_pool
-from rayloader.epoch import inherited as inherited_module
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -118,7 +117,7 @@ class Cached:
 
 
 def test_samples_that_are_kept_as_arrays_and_as_tensors_are_warned_of_if_they_are_large(caplog, monkeypatch):
-    monkeypatch.setattr(inherited_module, "_seen_overlaps", set())
+    monkeypatch.setattr(replica, "_seen_overlaps", set())
     cached = Cached([np.full(19, float(number)) for number in range(3)])
     written = types.SimpleNamespace(counts=np.zeros(23), tensor=None)
     written.tensor = torch.from_numpy(written.counts)
@@ -130,7 +129,7 @@ def test_samples_that_are_kept_as_arrays_and_as_tensors_are_warned_of_if_they_ar
 
     assert not told(cached)
     assert len(told(written)) == 1
-    monkeypatch.setattr(inherited_module, "_MUCH", 3 * 19 * 8)
+    monkeypatch.setattr(replica, "_MUCH", 3 * 19 * 8)
     assert len(told(cached)) == 1
     assert not told(cached)
 
@@ -398,18 +397,3 @@ def test_a_host_that_dies_is_done_without(monkeypatch):
 
 def lost_host():
     os._exit(1)
-
-
-# ---- locks
-
-
-def locked(data):
-    with data["lock"], data["rlock"], data["condition"]:
-        data["condition"].notify_all()
-        return True
-
-
-def test_locks_are_each_workers_own_and_unlocked():
-    data = {"lock": threading.Lock(), "rlock": threading.RLock(), "condition": threading.Condition()}
-    with data["lock"], data["rlock"], data["condition"]:
-        assert list(holding(data, locked)) == [True, True]

@@ -1,29 +1,21 @@
 """Inside a worker: what user code finds there, and what it leaves behind."""
 
-import builtins
-import gc
 import os
 import random
-import resource
 import signal
 import socket
 import sys
-import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from PIL import Image, ImageFile
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
 from torch.utils.data._utils.worker import _generate_state
 
-import rayloader.actors.lifetimes
 from latches import Barrier, Mail
 from probes import Calls, Stream, as_is, in_each_worker, load, oversubscribed
 from rayloader import DataLoader
@@ -176,66 +168,11 @@ def test_one_base_seed_is_drawn_per_iter_from_the_generator_alone(num_workers, o
             assert torch.equal(after[0], before[0])
 
 
-# ---- the driver's state as it was at iter()
-
-
-def test_working_directory_and_environment_are_the_drivers_at_iter(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAYLOADER_TEST_SET", "at iter")
-    monkeypatch.setenv("RAYLOADER_TEST_GONE", "before")
-    loader = load(
-        lambda index: (os.getcwd(), os.environ.get("RAYLOADER_TEST_SET"), os.environ.get("RAYLOADER_TEST_GONE")),
-        4,
-        num_workers=2,
-        prefetch_factor=1,
-    )
-    monkeypatch.delenv("RAYLOADER_TEST_GONE")
-    iterator = iter(loader)
-    monkeypatch.chdir("/")
-    monkeypatch.setenv("RAYLOADER_TEST_SET", "after")
-    assert list(iterator) == [(str(tmp_path), "at iter", None)] * 4
-    assert list(loader) == [("/", "after", None)] * 4
-
-
-def test_the_environment_reaches_c_libraries_and_child_processes(monkeypatch):
-    monkeypatch.setenv("RAYLOADER_TEST_SET", "to the shell")
-    assert in_each_worker(lambda index: os.popen("echo $RAYLOADER_TEST_SET").read(), 1) == ["to the shell\n"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_default_dtype_is_the_drivers(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        assert in_each_worker(lambda index: torch.get_default_dtype()) == [dtype] * 2
-        assert [batch.dtype for batch in load(lambda index: torch.ones(1))] == [dtype] * 2
-    finally:
-        torch.set_default_dtype(before)
-    assert in_each_worker(lambda index: torch.get_default_dtype()) == [before] * 2
-
-
-def test_grad_mode_is_that_of_the_thread_that_called_iter():
-    with torch.no_grad():
-        iterator = iter(load(lambda index: torch.is_grad_enabled()))
-    assert list(iterator) == [False, False]
-    assert in_each_worker(lambda index: torch.is_grad_enabled()) == [True, True]
+# ---- what a worker process has
 
 
 def test_torch_has_one_thread_in_a_worker():
     assert in_each_worker(lambda index: torch.get_num_threads()) == [1, 1]
-
-
-@oversubscribed
-def test_cpu_affinity_is_that_of_the_thread_that_called_iter():
-    mine = os.sched_getaffinity(0)
-    one = {min(mine)}
-    os.sched_setaffinity(0, one)
-    try:
-        iterator = iter(load(lambda index: os.sched_getaffinity(0)))
-    finally:
-        os.sched_setaffinity(0, mine)
-    assert list(iterator) == [one, one]
-    assert in_each_worker(lambda index: os.sched_getaffinity(0)) == [mine, mine]
 
 
 def test_sys_path_is_the_drivers(tmp_path, monkeypatch):
@@ -334,154 +271,19 @@ def test_six_iterable_workers_meet_before_the_first_batch(tmp_path):
 # ---- what is left behind
 
 
-variable = ContextVar("variable", default="")
+def test_a_warm_process_is_as_user_code_has_left_it_and_a_fresh_one_is_not():
+    def leave(index):
+        return os.environ.setdefault("RAYLOADER_TEST_LEFT", str(os.getpid())), os.getpid()
 
-
-def state(index=0):
-    """What user code may change of its process, and the next user must not find changed."""
-    return {
-        "pid": os.getpid(),
-        "cwd": os.getcwd(),
-        "environ": {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
-        "argv": list(sys.argv),
-        "sys.path": list(sys.path),
-        "affinity": os.sched_getaffinity(0),
-        "signals": [str(signal.getsignal(number)) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)],
-        "default dtype": torch.get_default_dtype(),
-        "threads": torch.get_num_threads(),
-        "grad": torch.is_grad_enabled(),
-        "collate map": sorted(map(str, default_collate_fn_map)),
-        "worker info": get_worker_info().num_workers,
-        "thread": threading.current_thread().name,
-        "folder": tempfile.tempdir,
-        "context": variable.get(),
-    }
-
-
-def leave_traces(index):
-    os.chdir("/")
-    os.environ["RAYLOADER_TEST_TRACE"] = "1"
-    os.environ.pop("PATH", None)
-    sys.argv.append("trace")
-    sys.path.insert(0, "/trace")
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
-        signal.signal(number, lambda *_: None)
-    torch.set_default_dtype(torch.float16)
-    torch.set_num_threads(2)
-    torch.set_grad_enabled(False)
-    default_collate_fn_map[Point] = lambda batch, *, collate_fn_map=None: "trace"
-    threading.current_thread().name = "trace"
-    tempfile.tempdir = "/trace"
-    variable.set("trace")
-    return state()
-
-
-KEYS_CHANGED = ["cwd", "environ", "argv", "sys.path", "signals", "threads", "grad", "default dtype", "collate map"]
-KEYS_CHANGED += ["thread", "folder", "context"]
-
-
-def test_a_dataset_leaves_no_trace_in_the_process():
     own = {"ray_remote_args": {"num_cpus": 0, "memory": 1}}  # this actor serves no other test
-    keeper = load(state, 1, **own)
-    first = list(keeper)
-    for to_the_end in (True, False):
-        before = list(keeper)
-        traces = iter(load(leave_traces, 8, num_workers=1, **own))
-        for trace, was in zip(traces, before, strict=False):
-            assert trace["pid"] == was["pid"], "the processes are warm"
-            assert [key for key in KEYS_CHANGED if trace[key] == was[key]] == []
-            if not to_the_end:
-                break
-        else:
-            assert len(list(traces)) == 6  # zip took one more
-        del traces
-        assert list(keeper) == first
-
-
-def be_nice():
-    os.nice(5)
-    return os.getpriority(os.PRIO_PROCESS, 0)
-
-
-def change_builtins():
-    before = builtins.__dict__.get("trace")
-    builtins.trace = 1
-    return before
-
-
-def start_a_thread():
-    before = threading.active_count()
-    threading.Thread(target=lambda: threading.Event().wait(), daemon=True).start()
-    return before
-
-
-TRACES = [
-    (be_nice, "the niceness"),
-    (change_builtins, "builtins"),
-    (start_a_thread, "a thread that still runs"),
-]
-
-
-@pytest.mark.parametrize(("leave", "text"), TRACES, ids=[leave.__name__ for leave, _ in TRACES])
-def test_a_process_in_which_something_was_left_behind_serves_no_other_epoch(leave, text, caplog):
-    rayloader.actors.lifetimes._tell.cache_clear()
-    own = {"ray_remote_args": {"num_cpus": 0, "memory": 2}}  # this actor serves no other test
-    keeper = load(state, 1, **own)
-    before = list(keeper)
-    seen = [one for _ in range(2) for one in load(lambda _: (os.getpid(), leave()), 1, **own)]
-    assert seen[0][0] == before[0]["pid"]
-    assert seen[1][0] != seen[0][0]
-    assert seen[1][1] == seen[0][1], "it finds what the first one has found"
-    after = list(keeper)
-    assert after[0]["pid"] not in dict(seen)
-    assert [{**one, "pid": 0} for one in after] == [{**one, "pid": 0} for one in before]
-    assert [f"cannot be put back: {text};" in record.getMessage() for record in caplog.records] == [True]
-
-
-def settle_in(worker_id):
-    """What many programs do."""
-    torch.set_num_threads(2)
-    torch.manual_seed(worker_id)
-    random.seed(worker_id)
-    np.random.seed(worker_id)
-    gc.disable()
-    gc.freeze()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ImageFile.LOAD_TRUNCATED_IMAGES = True
-
-
-def use_libraries(index):
-    import cv2
-    import h5py
-    import pyarrow
-    import sklearn.preprocessing
-
-    Image.new("L", (4, 4)).resize((2, 2))
-    cv2.setNumThreads(0)
-    cv2.blur(np.zeros((4, 4, 3), np.uint8), (2, 2))
-    pyarrow.table({"a": [1]}).to_pandas()
-    h5py.File("no file", "w", driver="core", backing_store=False).close()
-    sklearn.preprocessing.StandardScaler().fit([[1.0], [2.0]])
-    pool.submit(len, "").result()
-    return os.getpid()
-
-
-pool = ThreadPoolExecutor(1)  # in a worker: of a module that it imports
-
-
-@pytest.mark.full
-def test_ordinary_programs_keep_their_processes_warm():
-    own = {"ray_remote_args": {"num_cpus": 0, "memory": 3}}
-    loader = load(use_libraries, 2, num_workers=1, worker_init_fn=settle_in, **own)
-    assert len({*loader, *loader, *loader}) == 1
+    warm, fresh = load(leave, 1, **own), load(leave, 1, fresh_processes=True, **own)
+    ((left, pid),) = {*warm, *warm}
+    assert left == str(pid)
+    assert all(left == str(pid) for left, pid in [*fresh, *fresh])
 
 
 def test_what_a_module_sets_as_it_is_imported_holds_in_each_epoch(tmp_path, monkeypatch):
-    """It is imported once in a warm process, as it was once in the program, from which torch's workers are forked."""
+    """It is imported once in a warm process."""
     source = "import socket\nsocket.setdefaulttimeout(7.0)\ndef get(index):\n    return socket.getdefaulttimeout()\n"
     (tmp_path / "sets_a_timeout.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -490,15 +292,6 @@ def test_what_a_module_sets_as_it_is_imported_holds_in_each_epoch(tmp_path, monk
     socket.setdefaulttimeout(None)  # for the other tests
     loader = load(sets_a_timeout.get, 1)
     assert [*loader, *loader] == [7.0, 7.0]
-
-
-def test_between_persistent_epochs_the_process_keeps_what_the_dataset_did():
-    loader = load(lambda index: os.environ.setdefault("RAYLOADER_TEST_FIRST", str(index)), 2, num_workers=1)
-    persistent = load(
-        lambda index: os.environ.setdefault("RAYLOADER_TEST_FIRST", str(os.getpid())), 1, persistent_workers=True
-    )
-    assert [*loader, *loader] == ["0"] * 4
-    assert len({*persistent, *persistent}) == 1
 
 
 # ---- collating

@@ -1,8 +1,8 @@
 """One Ray cluster of two nodes on this machine, with the driver on one of them, for all tests of this folder.
 
-The head node is the driver's: 1 CPU, resource `here`. The other has 2 CPUs, the resources `away` and `spare`, the
-label `place=away`, and MACHINE=away in its environment. Each has one of the resource `single`. Scenarios that need a
-Ray session of their own run in subprocesses (`multinode_scripts.py`), which join this cluster by its address.
+The head node is the driver's: 1 CPU, resource `here`. The other has 2 CPUs, the resources `away` and `spare`, and
+the label `place=away`. Each has one of the resource `single`. Scenarios that need a Ray session of their own run in
+subprocesses (`multinode_scripts.py`), which join this cluster by its address.
 """
 
 import gc
@@ -64,12 +64,8 @@ def nodes():
                 "no_monitor": True,  # nothing is to be scaled
             },
         )
-        away = cluster.add_node(
-            num_cpus=2,
-            resources={"away": 4, "spare": 2, "single": 1},
-            labels={"place": "away"},
-            env_vars={"MACHINE": "away"},
-        )
+        resources = {"away": 4, "spare": 2, "single": 1}
+        away = cluster.add_node(num_cpus=2, resources=resources, labels={"place": "away"})
         ray.init(address=cluster.address, log_to_driver=False)
         patch.setattr(rayloader.actors.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
         patch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm

@@ -1,7 +1,6 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
 import contextlib
-import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -340,22 +339,6 @@ def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
 
 
 # ---- options
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("where", ["here", "away"])
-def test_variables_of_the_runtime_environment_win(where, monkeypatch):
-    for name in ("MACHINE", "FROM_BOTH"):
-        monkeypatch.setenv(name, "driver's")
-    remote_args = {
-        "num_cpus": 0,
-        "resources": {where: 0.1},
-        "runtime_env": {"env_vars": {"MACHINE": "option's", "FROM_BOTH": "option's", "ONLY_HERE": "option's"}},
-    }
-    names = ["MACHINE", "FROM_BOTH", "ONLY_HERE"]
-    loader = load(1, 1, lambda _: [os.environ.get(name) for name in names], ray_remote_args=remote_args)
-    assert list(loader) == [["option's"] * 3]
-    assert list(loader) == [["option's"] * 3]  # warm
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Workers on a node that the driver is not on, and on both."""
 
 import dataclasses
-import os
 import sys
 
 import pytest
@@ -17,7 +16,6 @@ from rayloader.actors.tcp_line import TcpDriverLine
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
-ON_BOTH = [{"num_cpus": 0, "resources": {"here": 0.01}}, AWAY]
 ANSWER_LIMIT = 10  # seconds; turns a hang of user code in a worker into an error
 
 
@@ -103,48 +101,6 @@ def test_a_loader_with_workers_on_both_nodes(nodes, reference):
 
 
 # ---- what a worker takes over from a driver on another node
-
-
-@pytest.mark.full
-def test_driver_variables_fill_in_on_another_node(monkeypatch):
-    monkeypatch.setenv("MACHINE", "driver's")
-    monkeypatch.setenv("ONLY_THE_DRIVER_HAS", "this")
-    monkeypatch.setenv("RAY_OF_THE_DRIVER", "stays here")
-
-    def variables(_):
-        return [os.environ.get(name) for name in ("MACHINE", "ONLY_THE_DRIVER_HAS", "RAY_OF_THE_DRIVER")]
-
-    here, away = (values(variables, ray_remote_args=remote_args)[0] for remote_args in ON_BOTH)
-    assert here == ["driver's", "this", None]
-    assert away == ["away", "this", None], "the machine's own value must win there"
-
-
-@pytest.mark.full
-def test_variables_are_those_of_each_epoch(monkeypatch):
-    loader = DataLoader(
-        Calls(lambda _: (os.environ.get("CHANGES"), os.getpid()), 1), None, num_workers=1, ray_remote_args=AWAY
-    )
-    seen = []
-    for value in ("first", "second"):
-        monkeypatch.setenv("CHANGES", value)
-        seen += list(loader)
-    monkeypatch.delenv("CHANGES")
-    seen += list(loader)
-    assert [value for value, _ in seen] == ["first", "second", None]
-
-
-@pytest.mark.full
-def test_working_directory_where_the_other_node_has_it(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert values(lambda _: os.getcwd()) == [str(tmp_path)]
-
-
-@pytest.mark.full
-def test_working_directory_that_is_gone(monkeypatch, tmp_path):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert values(lambda _: os.path.isdir(os.getcwd())) == [True]
 
 
 def test_modules_of_the_driver_path_are_found_on_another_node(monkeypatch, tmp_path):
