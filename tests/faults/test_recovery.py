@@ -1,5 +1,6 @@
 """Workers that die in ways that the table does not have: several, again and again, in loaders of every kind."""
 
+import contextlib
 import os
 import random
 import time
