@@ -27,8 +27,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import inspect
+import os
 import platform
 import signal
+import warnings
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -133,6 +135,17 @@ def level_outside(*packages: str) -> int:
     return level
 
 
+@contextlib.contextmanager
+def warning_at_the_users_line() -> Iterator[None]:
+    """Lets the warnings of other packages in this block name the line of the user's that calls us; not in a fork."""
+    process = os.getpid()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught if os.getpid() == process else ():
+        warnings.warn(warning.message, stacklevel=level_outside("rayloader", "torch", "contextlib"))
+
+
 def exit_in_words(code: int) -> str:
     """How a process has ended, in torch's words, by its exit code: minus a signal's number if that has killed it."""
     return f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
@@ -142,7 +155,7 @@ def exit_in_words(code: int) -> str:
 TESTED = {
     "Python": "3.11",
     "torch": "2.6 to 2.13",
-    "ray": "2.46 to 2.60",
+    "ray": "2.52 to 2.60",
     "cloudpickle": "3.0 to 3.1",
     "datasets": "5.2",
 }

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import logging
 import operator
+import os
 import random
 import re
 import socket
@@ -74,6 +75,7 @@ COSTS = {
     "_private.services.start_raylet(node_id)": _LATE_AGENTS,
     "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT": _LATE_AGENTS,
     "_private.ray_constants.ENABLE_RAY_CLUSTER": "a Ray that is started here listens on all addresses of this machine",
+    "_raylet.Config.initialize": "Ray may be started without asking for a token: set RAY_AUTH_MODE=token",
     "_raylet.persist_port": "",
     "_private.utils.get_dashboard_dependency_error": "",
     _OF_TRAIN: "the state of a loader that Ray Train has prepared counts the batch that this draws ahead",
@@ -276,6 +278,17 @@ def _random_of_ray() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def ask_for_token(ray: ModuleType) -> None:
+    """Lets a Ray that this process starts ask for a token, as newer versions do by default.
+
+    Ray leaves the variable set, too: processes that the program starts can then join that Ray.
+    """
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        if (read_again := _found(ray, "_raylet.Config.initialize")) is not None:
+            read_again("")
 
 
 def can_choose_workers(ray: ModuleType) -> bool:

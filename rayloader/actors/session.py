@@ -42,6 +42,7 @@ from typing import Any
 
 from rayloader.actors._compat_ray import (
     RAY_START_LOGGERS,
+    ask_for_token,
     connection_of,
     give_own_random,
     session_name_of,
@@ -275,6 +276,7 @@ class _Starter(DaemonThread):
                     if "_temp_dir" not in own:
                         own["_temp_dir"] = self._folder = new_folder()
                     keep_token_private()
+                    ask_for_token(imported())
                     with with_variables(LOCAL_RAY_ENVIRONMENT):
                         self.fork_server = ForkServer()
                         self.reports = self.fork_server.reports

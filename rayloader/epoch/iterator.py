@@ -38,7 +38,14 @@ from rayloader.epoch.hosts import fleet_for, loaders
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
 from rayloader.epoch.to_device import Moved, delivery_of, device_of
-from rayloader.errors import RayloaderError, SkipLimitError, WorkerDiedError, add_note, shorten
+from rayloader.errors import (
+    RayloaderError,
+    SkipLimitError,
+    WorkerDiedError,
+    add_note,
+    shorten,
+    warning_at_the_users_line,
+)
 from rayloader.options import Options
 from rayloader.protocol import Replica, Setup
 from rayloader.resume.checkpoint import goes_on, new_position, read_skips
@@ -145,7 +152,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
-        super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
+        # torch warns where it cannot pin; other warnings in there are of the program's own code.
+        with warning_at_the_users_line() if loader.pin_memory else contextlib.nullcontext():
+            super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
         self._num_hosts = min(self._num_workers, self.num_workers)
         if self._num_hosts < min(self._num_workers, num_workers):

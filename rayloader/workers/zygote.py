@@ -40,7 +40,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rayloader._compat import run_as_process
-from rayloader.errors import WorkerStartError
+from rayloader.errors import WorkerStartError, warning_at_the_users_line
 from rayloader.transport.line import SENDING, poll
 from rayloader.transport.local_line import flush_streams
 
@@ -206,7 +206,7 @@ def _fork(pids: list[int]) -> None:
 
     A program with threads is forked too, as by torch's loader; Python 3.12 and later warn of that.
     """
-    with warnings.catch_warnings():
+    with warning_at_the_users_line():  # those of libraries that are told of forks
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         pids.extend(itertools.starmap(os.fork, [()]))
 
@@ -310,7 +310,9 @@ def _forked(control: socket.socket, ends: list[int], work: Callable[[int], objec
     if not ends:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # the system has closed the end of the line
     zygote = os.getpid()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries that warn of forks have warned of the zygote's
+        pid = os.fork()
     if pid:
         return pid
     code = 1

@@ -538,3 +538,20 @@ def test_nothing_is_left_however_an_epoch_ends(ends):
     """See the script. This test is the last one: the program has had the time of the others."""
     output, errors = finish(ends)
     assert (ends.returncode, output[-1:]) == (0, ["the end"]), errors
+
+
+def test_warnings_of_others_name_the_programs_line(tmp_path):
+    """Of torch, which cannot pin here, and of a library that is told of forks: each once for each `iter()`."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, warnings\n"
+        "from rayloader import DataLoader\n"
+        "os.register_at_fork(before=lambda: warnings.warn('forks are disliked', RuntimeWarning))\n"
+        "for batch in DataLoader(range(4), num_workers=2, pin_memory=True):\n"
+        "    pass\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=True)
+    told = [line for line in done.stderr.splitlines() if "Warning:" in line]
+    if not torch.accelerator.is_available():
+        assert [line for line in told if "pin_memory" in line and line.startswith(f"{program}:4: UserWarning")]
+    assert [line for line in told if "disliked" in line] == [f"{program}:4: RuntimeWarning: forks are disliked"]
