@@ -41,6 +41,12 @@ def pid_of(iterator, worker_id=0):
     return fleet.address(fleet.workers[worker_id]).pid
 
 
+def has_started(iterator, worker_id=0):
+    """Whether it is known which process hosts a worker."""
+    fleet = iterator._fleet
+    return fleet.address(fleet.workers[worker_id]) is not None
+
+
 def kill_worker(iterator, worker_id=0):
     """Kills the process that hosts a worker, and waits until it has ended."""
     process = os.pidfd_open(pid_of(iterator, worker_id))

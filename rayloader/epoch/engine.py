@@ -97,6 +97,7 @@ class _Lost:
     process: Process
     cause: str
     suspect: int | None = None  # the task that ended it, if the process reported it
+    worker_id: int | None = None  # the worker whose user code ended it, if the process reported it
 
 
 class Engine:
@@ -551,12 +552,13 @@ class Engine:
     def _take_message(self, process: Process, message: Message) -> None:
         kind, worker_id, call, content = message
         worker = self.fleet.workers[worker_id]
+        if self._lost and (process, worker_id) in [(lost.process, lost.worker_id) for lost in self._lost]:
+            return  # its process goes on after what has ended it
         if kind == Up.BEGUN:
             if not worker.journal.begun and worker.journal.resumed == (process, call):
                 worker.journal.reached_begin(WorkerState(*content))
             return
-        # Answers come in the order of the calls. Others are late: the epoch was closed, the worker has moved, or its
-        # process went on after a task that has ended it.
+        # Answers come in the order of the calls. Others are late: the epoch was closed, or the worker has moved.
         if worker.host is not process or worker.away:
             return
         is_late = self._oldest_call(worker) != call
@@ -564,7 +566,7 @@ class Engine:
         result = None if answer.result is None else result_of(answer.result)
         if result is not None and result.kind in ENDS:  # that counts, even if what it was at is of the epoch before
             suspect = result.task_id if result.kind == ResultKind.EXITED and not is_late else None
-            self._lost.append(_Lost(process, result.text, suspect))
+            self._lost.append(_Lost(process, result.text, suspect, worker_id))
         elif is_late:
             return
         elif worker.rebuilding is not None:

@@ -201,6 +201,8 @@ def facts_now():
             for connection in process.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ],
+        # What a container needs to allow; torch's own libraries and the program take most of it.
+        "memory above 360 MB": max(0, sum(process.memory_full_info().pss for process in processes) - 360e6),
         "modules of Ray": [name for name in sys.modules if name.split(".")[0] == "ray"],
         "threads that import": [name for name, frame in frames.items() if imports(frame)],
     }

@@ -972,12 +972,15 @@ def test_a_process_whose_end_has_come_when_the_epoch_is_closed_has_no_part_in_th
     assert second.take_all() == [[n % 2, 1, 2 + n // 2, n] for n in range(30)]
 
 
-def test_a_process_that_exits_after_the_epoch_was_closed_is_replaced_in_the_next(begin):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_process_that_exits_after_the_epoch_was_closed_is_replaced_in_the_next(begin, together):
     first = begin(2, 30).open()
     first.fleet.works = False
     process = first.fleet.process(0)
     process.exits_at = {(0, 2)}
     second = begin(2, 30, before=first).open()
+    if together:
+        process.work(10)  # it goes on, also in the next epoch
     second.fleet.works = True
     assert second.take_all() == [[n % 2, 1, 2 + n // 2, n] for n in range(30)]
     assert first.fleet.killed == [process]
