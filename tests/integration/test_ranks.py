@@ -4,6 +4,8 @@ tests/unit has more of both, without workers.
 """
 
 import itertools
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -181,6 +183,21 @@ def test_each_worker_of_each_rank_has_a_part_of_its_own_in_whatever_process_it_i
         assert list(resumed) == part[1:], "both workers are in one process"
         found += map(tuple, part)
     assert sorted(found) == [(n, n % 4 // 2, n % 2) for n in range(20)]
+
+
+def test_that_all_ranks_read_the_same_is_told_in_the_log(tmp_path):
+    """Where a worker logs: that of a fork is the program's standard error."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from torch.utils.data import IterableDataset\n"
+        "from rayloader import DataLoader\n"
+        "class Unaware(IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        return iter(range(3))\n"
+        "list(DataLoader(Unaware(), None, num_workers=2, num_replicas=2, rank=0))\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.count("Unaware did not ask for its part") == 1
 
 
 class OfEpoch(Dataset):

@@ -25,10 +25,10 @@ from torch.utils.data import ConcatDataset, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
+from arrow_tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 from rayloader import ArrowDataset, CacheError, ReplicaError
 from rayloader.data import arrow
 from rayloader.data.rows import Row
-from tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 
 ROWS = 4
 NOON = datetime.datetime(2020, 1, 1, 12, tzinfo=datetime.timezone.utc)

@@ -26,7 +26,7 @@ def loader_of(dataset):
 def saved_and_new():
     old, new = MadeWhenFirstUsed(), MadeWhenFirstUsed()
     old.draw()
-    return old, checkpoint.capture(loader_of(old)), new
+    return old, checkpoint.capture(loader_of(old), None), new
 
 
 def test_a_generator_that_is_made_later_is_missed_with_a_remedy():
@@ -41,7 +41,7 @@ def test_one_of_a_module_that_is_missing_is_warned_of(monkeypatch):
     module.RNG, module.OTHER = random.Random(1), random.Random(2)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(checkpoint, "own_modules", lambda: [(module.__name__, vars(module))])
-    state = checkpoint.capture(loader_of(None))
+    state = checkpoint.capture(loader_of(None), None)
     before = module.OTHER.random()
     del module.RNG
     with pytest.warns(UserWarning, match=r"the random generator of_the_program\.RNG, which is missing here"):

@@ -16,12 +16,12 @@ from pyarrow import dataset, fs, parquet
 from torch.utils.data import default_collate
 
 import rayloader
+from arrow_tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 from rayloader import ParquetStream, RayloaderError, StateError
 from rayloader.data import parquet as module
 from rayloader.data.footers import Footers
 from rayloader.data.shard_info import Reader
 from rayloader.plain_state import pack, unpack
-from tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 
 # Row groups of the files that most tests read: 100 rows in 9 groups, of unequal length.
 GROUPS = [[7, 20, 1], [30], [5, 5, 11, 20, 1]]

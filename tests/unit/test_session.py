@@ -165,6 +165,7 @@ def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(addr
         session.ensure({"num_cpus": 3, "resources": {"mine": 2}})
     ((options, environment),) = started
     resources = {"mine": 2, session.OVERSUBSCRIBE_RESOURCE: 1}
+    assert os.path.basename(options.pop("_temp_dir")).startswith("rayloader-")
     assert options == {"address": "local", "include_dashboard": False, "num_cpus": 3, "resources": resources}
     assert session.LOCAL_RAY_ENVIRONMENT.items() <= environment.items()
 
@@ -237,7 +238,7 @@ def test_a_process_that_is_started_for_ray_has_no_fork_beside_it(monkeypatch):
 
     beside = threading.Thread(target=fork)
     monkeypatch.setattr(ray._private.services, "start_ray_process", start_process)
-    with own_start(ray, None, fork_server.starting, dashboard=False):
+    with own_start(ray, None, fork_server.starting, dashboard=False, local=True):
         assert ray._private.services.start_ray_process() == []
     beside.join(HANG_LIMIT)
     assert os.read(reader, 10) == b"forked"
