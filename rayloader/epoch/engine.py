@@ -168,10 +168,9 @@ class Engine:
                 self._rebuild(worker)
             else:
                 self.handle(WorkerReady(worker.worker_id))
-        self._revive()  # nothing comes that would do it
+        self._revive()  # a worker whose process died after its stream had ended was not replaced until now
         self._limit()
         self.handle(Opened())
-        self._revive()  # a worker whose process died after its stream had ended was not replaced until now
         self._draw_owed()
         self._start_ahead()
 

@@ -1,6 +1,5 @@
 """Replicas on nodes that the driver is not on: one image a node, and errors that name what is missing there."""
 
-import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from inside import image_files
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
-from rayloader.actors.channels import ActorCalls
 from rayloader.actors.pool import get_pool
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
@@ -133,22 +131,3 @@ def test_an_open_file_is_an_error_that_names_it(tmp_path):
 def test_shared_memory_does_not_reach_another_node():
     with pytest.raises(ReplicaError, match=r"/dev/shm/torch_.*does not reach node.*clone"):
         list(holding(torch.zeros(1000).share_memory_(), look))
-
-
-def key_here(_):
-    return origin()[0], bytes(multiprocessing.current_process().authkey)
-
-
-def test_the_authentication_key_goes_only_to_workers_of_the_drivers_node(nodes, monkeypatch):
-    start, sent = ActorCalls.start, {}
-
-    def noted(calls, source, *args):
-        sent[calls.process.address.node_id] = source.process.authkey
-        return start(calls, source, *args)
-
-    monkeypatch.setattr(ActorCalls, "start", noted)
-    key = bytes(multiprocessing.current_process().authkey)
-    found = dict(holding(None, key_here, ray_remote_args=ON_EACH))
-    assert sent == {nodes.here: key, nodes.away: b""}
-    assert found[nodes.here] == key
-    assert found[nodes.away] != key
