@@ -48,6 +48,7 @@ from rayloader.resume.ranks import Order, Ranks, SameOrder, Shard, chain_of, of_
 from rayloader.resume.samplers import note_first_attributes
 from rayloader.resume.skips import Given
 from rayloader.resume.state import State
+from rayloader.workers import ray_use  # noqa: F401  # which notes forks from now on
 
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:

@@ -51,6 +51,7 @@ _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
 # of Ray draw random numbers, and to which loggers they write, is looked up by their own names.
 COSTS = {
     "ObjectRef._on_completed": "answers of Ray are awaited as futures, which takes a little longer",
+    "_private.worker.global_worker": "in a fork of a program that uses Ray, a loader that was imported there may hang",
     "_private.worker.global_worker.connected": _ASKED_OFTEN,
     "_private.worker.global_worker.node": _ASKED_OFTEN,
     "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
@@ -167,6 +168,12 @@ class _Connection:
 
 
 _connection = functools.lru_cache(maxsize=1)(_Connection)  # the same object as long as the connection is the same
+
+
+def has_lost_threads(ray: ModuleType) -> bool:
+    """Whether this process was forked from a driver that was connected: the fork has the connection, but no thread."""
+    listener = getattr(_found(ray, "_private.worker.global_worker"), "listener_thread", None)
+    return listener is not None and not listener.is_alive()
 
 
 def connection_of(ray: ModuleType | None) -> Any:

@@ -133,7 +133,7 @@ def ensure(options: dict[str, Any] | None = None, *, ahead: bool = False) -> Ses
         RaySessionError: Ray can be neither joined nor started; or it is used through Ray Client, or by the parent of
             this forked process.
     """
-    if ray_use.forked:
+    if ray_use.is_forked():
         raise RaySessionError(
             "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
             'survive a fork; use workers="fork" or num_workers=0 here, or start this process with the spawn method'

@@ -371,14 +371,14 @@ class Line:
 
     def drain(self) -> None:
         """Waits until the whole queue was sent, or the other end has gone."""
-        while self._out and self._socket is not None:
+        while self._out and self._socket is not None and self._socket.fileno() >= 0:
             poll(self._socket.fileno(), select.POLLOUT)
             self.flush()
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other end has closed, or died, and not only finished sending."""
-        return self._socket is None or poll(self._socket.fileno(), 0, 0)
+        """Whether the other end has closed, or died, and not only finished sending; so it has for a fork's copy."""
+        return self._socket is None or self._socket.fileno() < 0 or poll(self._socket.fileno(), 0, 0)
 
     def finish(self) -> None:
         """Nothing more will be sent; the other end learns that after reading everything. Only with nothing `unsent`."""

@@ -12,13 +12,23 @@ import sys
 from collections.abc import Callable
 
 asked = False  # `rayloader.init()` was called, and what it has started was not ended since
-forked = False  # this process is a fork of one that was connected to Ray: Ray takes it for connected, too
+forked = False  # this process is known to be a fork of one that was connected to Ray
 is_own: Callable[[], bool] = lambda: False  # noqa: E731  # whether rayloader started the Ray that this is connected to
 
 
 def is_used() -> bool:
     """Whether workers are actors, where the loader does not say."""
-    return not forked and (asked or bool(os.environ.get("RAY_ADDRESS")) or (_is_connected() and not is_own()))
+    return not is_forked() and (asked or bool(os.environ.get("RAY_ADDRESS")) or (_is_connected() and not is_own()))
+
+
+def is_forked() -> bool:
+    """Whether this process is a fork of one that was connected to Ray: Ray takes it for connected, too."""
+    global forked
+    if not forked and _is_connected():  # this module may have been imported only after the fork
+        from rayloader.actors._compat_ray import has_lost_threads
+
+        forked = has_lost_threads(sys.modules["ray"])
+    return forked
 
 
 def _is_connected() -> bool:

@@ -23,10 +23,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import gc
 import itertools
 import math
+import multiprocessing
 import os
 import pickle
 import select
@@ -310,6 +310,7 @@ def _forked(control: socket.socket, ends: list[int], work: Callable[[int], objec
     if not ends:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # the system has closed the end of the line
     zygote = os.getpid()
+    process = multiprocessing.Process(target=work, args=ends, daemon=True)  # numbered in the zygote, as by its parent
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries that warn of forks have warned of the zygote's
         pid = os.fork()
@@ -328,7 +329,7 @@ def _forked(control: socket.socket, ends: list[int], work: Callable[[int], objec
             _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         if collects:
             gc.enable()
-        code = run_as_process(functools.partial(work, *ends))
+        code = run_as_process(process, os.pidfd_open(zygote))
     os._exit(code)
 
 
