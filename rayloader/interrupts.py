@@ -34,7 +34,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain, starmap
 from typing import Any, TypeVar
 
 from rayloader.errors import RayloaderError
@@ -77,20 +78,29 @@ class Waker:
         later: does what is left to do at its end, in the thread that may still ring then; None: it is done at once.
     """
 
-    descriptor = _in = -1  # also for `__del__`, if an interrupt came before the constructor's end
+    _ends: Sequence[int] = ()  # also for `__del__`, if an interrupt came before the constructor's first line
     _later: Callable[[Callable[[], object]], object] | None = None
 
     def __init__(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
         self._later = later
-        self.descriptor, self._in = os.pipe()
-        os.set_blocking(self.descriptor, False)
-        os.set_blocking(self._in, False)
+        ends: list[int] = []
+        self._ends = ends
+        ends.extend(
+            chain.from_iterable(starmap(os.pipe, [()]))
+        )  # in one step: an interrupt would lose what is assigned
+        for end in ends:
+            os.set_blocking(end, False)
+
+    @property
+    def descriptor(self) -> int:
+        """-1 after the end."""
+        return self._ends[0] if self._ends else -1
 
     def ring(self) -> None:
         """Makes the descriptor readable."""
-        if self._in >= 0:  # otherwise nobody waits any more
+        if self._ends:  # otherwise nobody waits any more
             with contextlib.suppress(BlockingIOError):  # it has been rung often enough
-                os.write(self._in, b"!")
+                os.write(self._ends[1], b"!")
 
     def heard(self) -> None:
         """Makes it readable no more, until the next ring."""
@@ -100,12 +110,11 @@ class Waker:
     def __del__(
         self, close: Callable[[int], None] = os.close, is_finalizing: Callable[[], bool] = sys.is_finalizing
     ) -> None:
-        descriptors, self.descriptor, self._in = (self.descriptor, self._in), -1, -1
+        ends, self._ends = self._ends, ()
 
         def end() -> None:
-            for descriptor in descriptors:
-                if descriptor >= 0:
-                    close(descriptor)
+            for descriptor in ends:
+                close(descriptor)
 
         if self._later is None or is_finalizing():  # by then no other thread runs
             end()

@@ -65,6 +65,7 @@ def ray_session(keepers):
 
     Actors that no loader can use end at once, instead of a minute later: else each test would see those of the last.
     """
+    import ray
     import torch
     from torch.utils.data import TensorDataset
 
@@ -78,7 +79,8 @@ def ray_session(keepers):
     rayloader.actors.session.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
-        init()  # from now on this program uses Ray
+        # From now on this program uses Ray, which scripts of the tests can join: on 127.0.0.1 they could not.
+        init(_node_ip_address=ray.util.get_node_ip_address())
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
         for _ in keeper:
             pass

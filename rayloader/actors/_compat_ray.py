@@ -290,7 +290,7 @@ def _random_of_ray() -> ModuleType:
 def ask_for_token(ray: ModuleType) -> None:
     """Lets a Ray that this process starts ask for a token, as newer versions do by default.
 
-    Ray leaves the variable set, too: processes that the program starts can then join that Ray.
+    Ray leaves the variable set, too: processes that the program starts can then join that Ray, where it listens.
     """
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"

@@ -200,6 +200,8 @@ class _Starter(DaemonThread):
     def __init__(self, options: dict[str, Any], ahead: bool) -> None:
         super().__init__(self._serve, "rayloader-session")
         self._options = options
+        self._address = options.get("address") or os.environ.get("RAY_ADDRESS")
+        self._joins = self._address not in (None, "", "local")
         self._ahead = ahead
         self.error: BaseException | None = None
         self.session: SessionName | None = None
@@ -208,7 +210,9 @@ class _Starter(DaemonThread):
         self.done = False
         self._bell = Bell()
         self._leave = Bell()
-        self._folder: str | None = None  # of that Ray: only this user may enter it, and it is removed with that Ray
+        self._folder: str | None = (
+            None  # around that Ray's: only this user gets into it, and it is removed with that Ray
+        )
 
     def wait(self) -> None:
         """Starts the thread if needed, and waits until Ray runs or has failed to start."""
@@ -221,7 +225,11 @@ class _Starter(DaemonThread):
             waited = time.monotonic() - began
             if not self.done and not said and waited >= START_NOTICE_S:
                 said = True
-                logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
+                if self._joins:
+                    text = "rayloader: waiting for the Ray at %s, which has not answered for %.0f s: is it running?"
+                    logger.warning(text, self._address, START_NOTICE_S)
+                else:
+                    logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
             if not self.done and waited >= START_LIMIT_S:
                 raise RaySessionError(
                     f"Ray has not started on this machine within {START_LIMIT_S:.0f} s: on a very busy machine it may "
@@ -261,11 +269,10 @@ class _Starter(DaemonThread):
         """Joins or starts Ray."""
         global _started
         options = self._options
-        address = options.get("address") or os.environ.get("RAY_ADDRESS")
+        address, joins = self._address, self._joins
         give_own_random(imported())
         state = random.getstate()  # for Ray's modules that are imported only now
         handlers = SignalHandlers()
-        joins = bool(address) and address != "local"
         try:
             with _quiet(_SIGNAL_LINES if joins else _START_LINES), _standard_streams():
                 if joins:
@@ -274,7 +281,8 @@ class _Starter(DaemonThread):
                     resources = {OVERSUBSCRIBE_RESOURCE: 1, **(options.get("resources") or {})}
                     own = {"include_dashboard": False, **options, "address": "local", "resources": resources}
                     if "_temp_dir" not in own:
-                        own["_temp_dir"] = self._folder = new_folder()
+                        self._folder = new_folder()
+                        own["_temp_dir"] = os.path.join(self._folder, "ray")
                     keep_token_private()
                     ask_for_token(imported())
                     with with_variables(LOCAL_RAY_ENVIRONMENT):

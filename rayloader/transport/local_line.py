@@ -110,7 +110,9 @@ def pair() -> tuple[WatchingLine, socket.socket]:
     try:
         ours, theirs = socket.socketpair()
     except OSError as error:
-        raise LineError(f"can't make a local socket: {error}") from error
+        raise LineError(
+            f"can't make a local socket: {error}. Use fewer workers, or raise the limit of open files (ulimit -n)"
+        ) from error
     return WatchingLine(LineSocket(fileno=ours.detach())), theirs
 
 

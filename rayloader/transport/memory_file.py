@@ -76,12 +76,11 @@ class MemoryFile:
         MemoryFileError: this system has no memory files, or no room for one.
     """
 
-    fd: int = -1  # for `close` too, if an interrupt came before the constructor's first line
-
     def __init__(self, kind: str, nbytes: int) -> None:
+        self._fds: list[int] = []  # the system fills it in one step: an interrupt would lose what is assigned
         name = f"rayloader-{kind}-{secrets.token_hex(16)}"
         try:
-            self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._fds.extend(map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]))
             os.ftruncate(self.fd, nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.address = address_of(self.fd, name)
@@ -89,11 +88,16 @@ class MemoryFile:
             self.close()
             raise MemoryFileError(f"can't make a memory file of {nbytes} bytes: {error}") from error
 
+    @property
+    def fd(self) -> int:
+        """-1 after the end."""
+        return self._fds[0] if self._fds else -1
+
     @classmethod
     def received(cls, fd: int, name: str) -> MemoryFile:
         """One that exists, from a descriptor that now belongs to this object; `name` as for `FileAddress`."""
         file = cls.__new__(cls)
-        file.fd = fd
+        file._fds = [fd]
         file.address = address_of(fd, name)
         return file
 
@@ -103,9 +107,8 @@ class MemoryFile:
 
     def close(self, close: Callable[[int], None] = os.close) -> None:
         """No process can open it any more; those that have it open or mapped keep it. Callable more than once."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            close(fd)
+        with contextlib.suppress(AttributeError, IndexError):  # also if an interrupt came before the first line
+            close(self._fds.pop())
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         self.close(close)
@@ -148,11 +151,15 @@ def others_may_open() -> bool:
     return bool(libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
+_boot_id = Path("/proc/sys/kernel/random/boot_id")
+# Read now, because later this process may be out of descriptors. It is the same in all processes of the machine.
+_boot = _boot_id.read_text().strip() if _boot_id.exists() else ""
+
+
 def this_machine() -> str:
     """Identifies where a process's number in `/proc` means the same process."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"boot {file.read().strip()}, {os.readlink('/proc/self/ns/pid')}"
+        return f"boot {_boot}, {os.readlink('/proc/self/ns/pid')}"
     except OSError as error:
         raise MemoryFileError(f"a memory file needs /proc: {error}") from error
 

@@ -32,7 +32,7 @@ from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, S
 from rayloader.workers.janitor import janitor
 from rayloader.workers.process import Process
 from rayloader.workers.processes import Processes
-from rayloader.workers.zygote import SILENCE_SECONDS, Zygote
+from rayloader.workers.zygote import REMEDY, SILENCE_SECONDS, Zygote
 
 logger = logging.getLogger("rayloader")
 
@@ -68,7 +68,7 @@ class Fork(Process):
         if error is not None:
             return str(error)
         if self.number in self.zygote.failed:
-            return f"no process could be forked: {self.zygote.failed[self.number]}"
+            return f"no process could be forked: {self.zygote.failed[self.number]}. {REMEDY}"
         status = self.zygote.statuses.get(self.number)
         if status is None:
             return "its process has ended; neither a signal nor an exit code is known"

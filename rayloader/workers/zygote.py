@@ -44,6 +44,11 @@ from rayloader.errors import WorkerStartError, warning_at_the_users_line
 from rayloader.transport.line import SENDING, poll
 from rayloader.transport.local_line import flush_streams
 
+# Where the system refuses a process or a descriptor.
+REMEDY = (
+    "Use fewer workers, or raise the limit of processes (ulimit -u), of open files (ulimit -n) or of memory "
+    "(vm.overcommit_memory)"
+)
 # How long forks may continue after the end of their lines: as long as torch waits for a worker.
 END_SECONDS = 5.0
 # After so many seconds in which it has answered nothing that it was asked, a zygote counts as dead. It is idle, so what
@@ -84,7 +89,10 @@ class Zygote:
         self.failed: dict[int, str] = {}
         self.statuses: dict[int, int | None] = {}
         self._pids: list[int] = []
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise WorkerStartError(f"this process could not be forked: {error}. {REMEDY}") from error
         _live.add(self)
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -94,10 +102,7 @@ class Zygote:
             if self._pids == [0]:
                 _serve(theirs, self._driver, work, blocked)
         except OSError as error:
-            raise WorkerStartError(
-                f"this process could not be forked: {error}. Use fewer workers, or raise the limit of processes "
-                "(ulimit -u) or of memory (vm.overcommit_memory)"
-            ) from error
+            raise WorkerStartError(f"this process could not be forked: {error}. {REMEDY}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             theirs.close()

@@ -52,7 +52,8 @@ def check_gone(processes):
 def ours():
     """Threads and memory files of ours, and descriptors of any kind but Ray's (which come and go with it)."""
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("rayloader-")]
-    return names + [name for name in map(link, os.listdir("/proc/self/fd")) if "rayloader" in name]
+    open_files = map(link, os.listdir("/proc/self/fd"))
+    return names + [name for name in open_files if "rayloader" in name and "/session_" not in name]
 
 
 def link(descriptor):

@@ -18,6 +18,7 @@ from handlers import interrupted
 from rayloader import RaySessionError, interrupts
 from rayloader.actors import fork_server, pool, session
 from rayloader.actors._compat_ray import own_start
+from rayloader.actors.private_files import keep_token_private
 from rayloader.workers import ray_use
 
 HANG_LIMIT = 60  # seconds
@@ -108,7 +109,18 @@ def starts_by(monkeypatch, init):
     monkeypatch.setattr(session._Starter, "_init", init)
 
 
-def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(no_ray, monkeypatch):
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("", "rayloader: waiting for Ray, which is still starting after 0 s"),
+        (
+            "192.0.2.1:9",
+            "rayloader: waiting for the Ray at 192.0.2.1:9, which has not answered for 0 s: is it running?",
+        ),
+    ],
+)
+def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(no_ray, monkeypatch, address, told):
+    monkeypatch.setenv("RAY_ADDRESS", address)
     handler = TellsOnce()
 
     def take_long(_):
@@ -123,7 +135,16 @@ def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(no_ray, monke
             session.ensure()
     finally:
         session.logger.removeHandler(handler)
-    assert handler.told == ["rayloader: waiting for Ray, which is still starting after 0 s"]
+    assert handler.told == [told]
+
+
+def test_a_home_that_cannot_keep_a_token_is_an_error_with_a_remedy(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RaySessionError, match="RAY_AUTH_TOKEN_PATH"):
+        keep_token_private()
 
 
 def test_a_start_of_ray_that_never_ends_is_an_error(no_ray, monkeypatch):
@@ -165,7 +186,7 @@ def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(addr
         session.ensure({"num_cpus": 3, "resources": {"mine": 2}})
     ((options, environment),) = started
     resources = {"mine": 2, session.OVERSUBSCRIBE_RESOURCE: 1}
-    assert os.path.basename(options.pop("_temp_dir")).startswith("rayloader-")
+    assert os.path.basename(os.path.dirname(options.pop("_temp_dir"))).startswith("rayloader-")
     assert options == {"address": "local", "include_dashboard": False, "num_cpus": 3, "resources": resources}
     assert session.LOCAL_RAY_ENVIRONMENT.items() <= environment.items()
 

@@ -505,6 +505,8 @@ TESTS = {
     },
     "unit/test_session.py": {
         "test_a_start_of_ray_that_never_ends_is_an_error": ["Ray has not started on"],
+        "test_a_start_of_ray_that_takes_long_is_told_after_its_own_time": ["rayloader: waiting for the Ray at"],
+        "test_a_home_that_cannot_keep_a_token_is_an_error_with_a_remedy": ["the token of a Ray"],
         "test_a_folder_that_cannot_be_written_to_is_an_error_before_the_raylet_waits_for_it": ["Ray keeps its objects"],
         "test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do": [
             "Ray could not be started",
