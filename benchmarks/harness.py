@@ -102,8 +102,12 @@ def ray_workers() -> list[Any]:
     import psutil
 
     titles = "ray::rayloader", "ray::WorkerProcess"
-    below = psutil.Process().children(recursive=True)
-    return [process for process in below if " ".join(process.cmdline()).startswith(titles)]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a fork that has ended
+            if " ".join(process.cmdline()).startswith(titles):
+                found.append(process)
+    return found
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -87,8 +87,11 @@ def _workers_cpu() -> float:
     import psutil
 
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    alive = harness.ray_workers() or psutil.Process().children()
-    return ended.ru_utime + ended.ru_stime + sum(sum(worker.cpu_times()[:2]) for worker in alive)
+    spent = ended.ru_utime + ended.ru_stime
+    for worker in harness.ray_workers() or psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
+            spent += sum(worker.cpu_times()[:2])
+    return spent
 
 
 def _whole_epochs(

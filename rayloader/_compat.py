@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import multiprocessing.util
 import operator
 import threading
 from collections.abc import Callable

@@ -85,9 +85,7 @@ class Waker:
         self._later = later
         ends: list[int] = []
         self._ends = ends
-        ends.extend(
-            chain.from_iterable(starmap(os.pipe, [()]))
-        )  # in one step: an interrupt would lose what is assigned
+        ends.extend(chain.from_iterable(starmap(os.pipe, [()])))  # in one step, see `MemoryFile`
         for end in ends:
             os.set_blocking(end, False)
 

@@ -15,7 +15,7 @@ MOST_CHARACTERS = 12
 
 
 def new_folder() -> str:
-    """A folder for the caller to remove, into which only this user gets, for one with the files and sockets of that Ray.
+    """A folder that only this user enters, for the caller to remove: for one with the files and sockets of that Ray.
 
     Ray lets all users write to the folders that it uses.
     """

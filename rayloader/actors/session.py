@@ -210,9 +210,7 @@ class _Starter(DaemonThread):
         self.done = False
         self._bell = Bell()
         self._leave = Bell()
-        self._folder: str | None = (
-            None  # around that Ray's: only this user gets into it, and it is removed with that Ray
-        )
+        self._folder: str | None = None  # around that Ray's, which it ends with
 
     def wait(self) -> None:
         """Starts the thread if needed, and waits until Ray runs or has failed to start."""

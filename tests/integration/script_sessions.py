@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -131,6 +132,8 @@ folders = [Path(tempfile.mkdtemp()) for _ in range(3)]
 # Ray started by us: shutdown() ends the workers and Ray; whoever waits in next() is told, whether the batches are
 # pinned or not, and the states say what was taken.
 iterator, processes = use(loader)
+(session,) = Path(tempfile.gettempdir()).glob(f"rayloader-*/ray/session_*_{os.getpid()}")
+assert stat.S_IMODE(session.parents[1].stat().st_mode) == 0o700
 with pytest.MonkeyPatch.context() as monkeypatch:
     accelerator = Accelerator()
     accelerator.install(monkeypatch)
@@ -145,6 +148,7 @@ assert not ray.is_initialized()
 check_gone(processes)
 check_dead(iterator)
 assert ours() == []
+assert not session.parents[1].exists()
 for state in states:
     resumed = DataLoader([*map(torch.tensor, range(len(Pids())))], None, num_workers=1)
     resumed.load_state_dict(state)

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -347,6 +348,39 @@ def test_a_fork_in_a_program_with_threads():
         ends.set()
         for thread in threads:
             thread.join()
+
+
+class Tells(Drawing):
+    """Of its process."""
+
+    def __getitem__(self, index):
+        parent = multiprocessing.parent_process()
+        same = parent.pid == os.getppid()
+        return multiprocessing.current_process().name, parent.is_alive(), same
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_fork_is_a_process_with_a_number_and_a_parent_that_lives(persistent):
+    loader = DataLoader(Tells(), None, num_workers=2, workers="fork", persistent_workers=persistent)
+    for _ in range(2):
+        found = set(loader)
+        assert {name for name, *_ in found} == {"Process-1", "Process-2"}
+        assert {tuple(rest) for _, *rest in found} == {(True, True)}
+
+
+class Forks(Drawing):
+    """Its samples fork a process, which ends."""
+
+    def __getitem__(self, index):
+        if not (pid := os.fork()):
+            sys.exit()
+        os.waitpid(pid, 0)
+        return index
+
+
+def test_what_a_sample_forks_ends_without_a_word(capfd):
+    assert list(DataLoader(Forks(), None, num_workers=2, workers="fork")) == [*range(len(Forks()))]
+    assert capfd.readouterr().err == ""
 
 
 # ---- options

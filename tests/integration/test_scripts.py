@@ -195,6 +195,34 @@ def test_batches_in_arenas_outlive_the_workers_and_are_held_at_exit(ray_session)
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize("where", ["parent", "child"])
+def test_a_fork_of_a_program_that_uses_ray_has_forks(ray_session, where):
+    """Also if its parent has not iterated, or not even imported rayloader, before."""
+    program = (
+        "import multiprocessing, os, sys, ray\n"
+        "if sys.argv[1] == 'parent':\n"
+        "    import rayloader\n"
+        "ray.init(address=os.environ['RAY_ADDRESS'])\n"
+        "def load():\n"
+        "    import rayloader\n"
+        "    loader = rayloader.DataLoader(range(4), None, num_workers=2)\n"
+        "    assert list(loader) == [0, 1, 2, 3]\n"
+        "    print({worker.process for worker in loader.stats().workers}, flush=True)\n"
+        "process = multiprocessing.get_context('fork').Process(target=load)\n"
+        "process.start()\n"
+        "process.join()\n"
+        "load()\n"
+    )
+    script = subprocess.run(
+        [sys.executable, "-c", program, where],
+        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT,
+    )
+    assert script.stdout.splitlines() == ["{'fork'}", "{'Ray actor'}"], script.stderr
+
+
 def test_ray_and_rayloader_may_be_shut_down_under_live_iterators(sessions_script):
     output, errors = finish(sessions_script)
     assert (sessions_script.returncode, output) == (0, ["the end"]), errors

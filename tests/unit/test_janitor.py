@@ -11,6 +11,7 @@ import pytest
 
 from handlers import interrupted
 from rayloader import interrupts
+from rayloader.transport import memory_file
 from rayloader.workers import janitor as module
 from rayloader.workers.janitor import Janitor
 
@@ -49,6 +50,17 @@ def test_an_interrupt_at_any_moment_hangs_nobody_and_leaves_no_second_thread(met
         assert done == ["rayloader-janitor"], number
         assert not user.is_alive(), number
         assert "rayloader-janitor" not in [thread.name for thread in threading.enumerate()], number
+        if not fired:
+            break
+    assert number > 1
+
+
+@pytest.mark.parametrize("make", [interrupts.Waker, lambda: memory_file.MemoryFile("test", 4096)])
+def test_an_interrupt_loses_no_descriptor(make):
+    for number in itertools.count():
+        before = os.listdir("/proc/self/fd")
+        fired = interrupted({interrupts.__file__, memory_file.__file__}, number, make)
+        assert os.listdir("/proc/self/fd") == before, number
         if not fired:
             break
     assert number > 1
