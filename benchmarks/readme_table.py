@@ -28,7 +28,7 @@ def table(document: dict[str, Any]) -> str:
     workers, cores = settings["workers"], machine["cores"]
     caption = (
         f"{workers} workers on {cores} cores ({machine['cpu']}), torch {machine['torch']}, Ray {machine['ray']}, "
-        f"medians of {settings['rounds']} rounds, {_dates(document)}."
+        f"medians, {_dates(document)}."
     )
     rows = [_row(HEADER), _row(["---"] * len(HEADER))]
     figures = document["figures"]
@@ -50,11 +50,17 @@ def table(document: dict[str, Any]) -> str:
 
 
 def _dates(document: dict[str, Any]) -> str:
-    """When it was measured: rates, which may have been measured anew, and all else."""
-    dates = {question: date[:10] for question, date in document["dates"].items()}
-    rates = dates.pop("throughput")
-    others = " and ".join(sorted(set(dates.values())))
+    """When it was measured and how often: rates, which may have been measured anew, and all else."""
+    rounds = {figure["question"]: len(figure["rounds"]) for figure in document["figures"] if "rounds" in figure}
+    dates = {question: date[:10] for question, date in document["dates"].items() if question in rounds}
+    rates = f"{dates.pop('throughput')} ({_counted(rounds.pop('throughput'), 'round')})"
+    most = _counted(max(rounds.values(), default=document["settings"]["rounds"]), "round")
+    others = f"{' and '.join(sorted(set(dates.values())))} ({most})"
     return rates if others == rates else f"batches/s of {rates}, all else of {others}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _of_torch(figures: list[Figure], **names: Any) -> list[Figure]:
