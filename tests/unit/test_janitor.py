@@ -55,11 +55,16 @@ def test_an_interrupt_at_any_moment_hangs_nobody_and_leaves_no_second_thread(met
     assert number > 1
 
 
+def keep(made, make):
+    made.append(make())
+
+
 @pytest.mark.parametrize("make", [interrupts.Waker, lambda: memory_file.MemoryFile("test", 4096)])
 def test_an_interrupt_loses_no_descriptor(make):
     for number in itertools.count():
-        before = os.listdir("/proc/self/fd")
-        fired = interrupted({interrupts.__file__, memory_file.__file__}, number, make)
+        before, made = os.listdir("/proc/self/fd"), []
+        fired = interrupted({interrupts.__file__, memory_file.__file__}, number, functools.partial(keep, made, make))
+        made.clear()
         assert os.listdir("/proc/self/fd") == before, number
         if not fired:
             break
@@ -164,7 +169,7 @@ def test_a_fork_keeps_what_its_parents_jobs_hold():
 def test_a_waker_that_the_collector_finalizes_is_closed_by_the_thread_that_may_still_ring_it():
     jobs = []
     waker = interrupts.Waker(jobs.append)
-    descriptors = [waker.descriptor, waker._in]
+    descriptors = [*waker._ends]
     cycle = [waker]
     cycle.append(cycle)
     del waker, cycle

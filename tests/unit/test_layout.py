@@ -36,6 +36,8 @@ MAY_IMPORT = {
 EXCEPTIONS = {
     ("rayloader/epoch/hosts.py", "rayloader.actors"): "where the program uses Ray",
     ("rayloader/loader.py", "rayloader.actors"): "for `rayloader.init`",
+    ("rayloader/loader.py", "rayloader.workers.ray_use"): "it must see each fork from the import of the package on",
+    ("rayloader/workers/ray_use.py", "rayloader.actors._compat_ray"): "where the process is connected to Ray",
     ("rayloader/readers.py", "rayloader.actors"): "where Ray was imported",
     ("rayloader/epoch/hosts.py", "rayloader.host.forked"): "what the forks do that it starts",
 }

@@ -7,6 +7,7 @@ import ast
 import itertools
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -19,6 +20,7 @@ import rayloader
 from documents import ROOT
 from rayloader import DataLoader, SharedList
 from rayloader.options import check_forks
+from rayloader.transport import local_line
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^(?:### |- )`([^`]+)`", PAGE, re.MULTILINE)
@@ -148,6 +150,12 @@ def unforked() -> None:
         Zygote(refused)  # type: ignore[arg-type]
 
 
+def unpaired() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "socketpair", refused)
+        local_line.pair()
+
+
 def refused() -> None:
     raise OSError("no more processes")
 
@@ -210,6 +218,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "RAYLOADER_START_TIMEOUT": start_timeout,
     'workers="fork" makes': lambda: looped(workers="fork", arenas=False),
     "this process could not be forked": unforked,
+    "can't make a local socket": unpaired,
     "the sampler yields references": with_references,
     "workers can be forks only": elsewhere,
     "SharedList index": lambda: SharedList("ab")[2],
@@ -296,9 +305,6 @@ TESTS = {
             "rayloader: an epoch was interrupted",
         ],
     },
-    "unit/test_engine.py": {
-        "test_where_something_was_lost_next_does_not_wait_for_ever": ["no worker has anything to do"],
-    },
     "integration/test_local.py": {
         "test_another_dataset_is_refused": ["the state does not fit the random"],
         "test_only_who_asks_for_a_state_pays_for_what_cannot_be_told": [
@@ -384,6 +390,7 @@ TESTS = {
         "test_known_classes_need_not_be_picklable_here": ["a class of this batch"],
     },
     "unit/test_engine.py": {
+        "test_where_something_was_lost_next_does_not_wait_for_ever": ["no worker has anything to do"],
         "test_where_something_was_lost_next_does_not_wait_for_ever": [
             "no worker has anything to do, and the epoch is not over"
         ],
