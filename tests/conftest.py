@@ -181,6 +181,7 @@ def our_files():
             names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     names.update(line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     kept = live_memory_files() | image_files()  # which actors may live is check_actors' matter
+    kept = {*kept, "/session_"}  # what Ray has open in the folder that was made for it
     return {name for name in names if "rayloader-" in name and not any(file in name for file in kept)}
 
 

@@ -363,7 +363,7 @@ class Tells(Drawing):
 def test_a_fork_is_a_process_with_a_number_and_a_parent_that_lives(persistent):
     loader = DataLoader(Tells(), None, num_workers=2, workers="fork", persistent_workers=persistent)
     for _ in range(2):
-        found = set(loader)
+        found = set(map(tuple, loader))
         assert {name for name, *_ in found} == {"Process-1", "Process-2"}
         assert {tuple(rest) for _, *rest in found} == {(True, True)}
 

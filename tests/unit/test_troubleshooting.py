@@ -390,7 +390,6 @@ TESTS = {
         "test_known_classes_need_not_be_picklable_here": ["a class of this batch"],
     },
     "unit/test_engine.py": {
-        "test_where_something_was_lost_next_does_not_wait_for_ever": ["no worker has anything to do"],
         "test_where_something_was_lost_next_does_not_wait_for_ever": [
             "no worker has anything to do, and the epoch is not over"
         ],
