@@ -171,9 +171,14 @@ _connection = functools.lru_cache(maxsize=1)(_Connection)  # the same object as 
 
 
 def has_lost_threads(ray: ModuleType) -> bool:
-    """Whether this process was forked from a driver that was connected: the fork has the connection, but no thread."""
+    """Whether this process was forked from a driver that was connected: the fork has the connection, but no thread.
+
+    Ray's Python thread has ended, too, while another thread connects or shuts down; gRPC's threads live then.
+    """
     listener = getattr(_found(ray, "_private.worker.global_worker"), "listener_thread", None)
-    return listener is not None and not listener.is_alive()
+    if listener is None or listener.is_alive():
+        return False
+    return not any(name.read_text().startswith("grpc") for name in Path("/proc/self/task").glob("*/comm"))
 
 
 def connection_of(ray: ModuleType | None) -> Any:

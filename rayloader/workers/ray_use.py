@@ -23,12 +23,11 @@ def is_used() -> bool:
 
 def is_forked() -> bool:
     """Whether this process is a fork of one that was connected to Ray: Ray takes it for connected, too."""
-    global forked
-    if not forked and _is_connected():  # this module may have been imported only after the fork
-        from rayloader.actors._compat_ray import has_lost_threads
+    if forked or not _is_connected():
+        return forked
+    from rayloader.actors._compat_ray import has_lost_threads  # this module may have been imported only after the fork
 
-        forked = has_lost_threads(sys.modules["ray"])
-    return forked
+    return has_lost_threads(sys.modules["ray"])
 
 
 def _is_connected() -> bool:
