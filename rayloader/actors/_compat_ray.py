@@ -51,7 +51,7 @@ _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
 # of Ray draw random numbers, and to which loggers they write, is looked up by their own names.
 COSTS = {
     "ObjectRef._on_completed": "answers of Ray are awaited as futures, which takes a little longer",
-    "_private.worker.global_worker": "in a fork of a program that uses Ray, a loader that was imported there may hang",
+    "_private.worker.global_worker.listener_thread": "",  # there is none before the first connection
     "_private.worker.global_worker.connected": _ASKED_OFTEN,
     "_private.worker.global_worker.node": _ASKED_OFTEN,
     "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
@@ -175,7 +175,7 @@ def has_lost_threads(ray: ModuleType) -> bool:
 
     Ray's Python thread has ended, too, while another thread connects or shuts down; gRPC's threads live then.
     """
-    listener = getattr(_found(ray, "_private.worker.global_worker"), "listener_thread", None)
+    listener = _found(ray, "_private.worker.global_worker.listener_thread")
     if listener is None or listener.is_alive():
         return False
     return not any(name.read_text().startswith("grpc") for name in Path("/proc/self/task").glob("*/comm"))
