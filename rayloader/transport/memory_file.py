@@ -20,7 +20,7 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,15 @@ class MemoryFile:
         MemoryFileError: this system has no memory files, or no room for one.
     """
 
+    _fds: Sequence[int] = ()  # also for `close`, if an interrupt came before the constructor's first line
+
     def __init__(self, kind: str, nbytes: int) -> None:
-        self._fds: list[int] = []  # the system fills it in one step: an interrupt would lose what is assigned
+        fds: list[int] = []
+        self._fds = fds
         name = f"rayloader-{kind}-{secrets.token_hex(16)}"
         try:
-            self._fds.extend(map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]))
+            # In one step: an interrupt would lose what was made and is not assigned yet.
+            fds.extend(map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]))
             os.ftruncate(self.fd, nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.address = address_of(self.fd, name)
@@ -107,8 +111,9 @@ class MemoryFile:
 
     def close(self, close: Callable[[int], None] = os.close) -> None:
         """No process can open it any more; those that have it open or mapped keep it. Callable more than once."""
-        with contextlib.suppress(AttributeError, IndexError):  # also if an interrupt came before the first line
-            close(self._fds.pop())
+        fds, self._fds = self._fds, ()  # no handler runs from here to the call of `close`
+        for fd in fds:
+            close(fd)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         self.close(close)
