@@ -97,6 +97,20 @@ def _round(value: float) -> float:
     return float(f"{value:.5g}")
 
 
+def pss(*, descendants: bool) -> float:
+    """Bytes of memory, a share of what is shared, of this process alone or of all that it started too."""
+    import psutil
+
+    this = psutil.Process()
+    total = 0.0
+    for process in [this, *(this.children(recursive=True) if descendants else [])]:
+        try:
+            total += process.memory_full_info().pss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
 def ray_workers() -> list[Any]:
     """The worker processes of this process's loaders, as psutil has them; they go by the names of their workers."""
     import psutil

@@ -72,7 +72,7 @@ def prepare(name: str, case: str) -> None:
         rows.tofile(path)
         rows = np.memmap(path, rows.dtype, "r", shape=rows.shape)
     gc.collect()
-    _kept["dataset"], _kept["before"] = Rows(rows), _pss()
+    _kept["dataset"], _kept["before"] = Rows(rows), harness.pss(descendants=True)
     next(iter(_loader(name)))  # Ray and the first actors have started
 
 
@@ -115,27 +115,8 @@ def run(name: str, case: str, what: str, seconds: float) -> dict[str, float]:
     spent = time.perf_counter() - began
     found = {"rate": counted / spent, "waits": waited / spent, "cpu": 1000 * (_cpu() - cpu) / counted}
     if what == "epochs":  # its last iterator, and its workers, still live
-        found["held"] = (_pss() - _kept["before"]) / 1e9
+        found["held"] = (harness.pss(descendants=True) - _kept["before"]) / 1e9
     return found
-
-
-def _family() -> list[Any]:
-    import psutil
-
-    this = psutil.Process()
-    return [this, *this.children(recursive=True)]
-
-
-def _pss() -> float:
-    import psutil
-
-    total = 0.0
-    for process in _family():
-        try:
-            total += process.memory_full_info().pss
-        except psutil.NoSuchProcess:
-            continue
-    return total
 
 
 def _cpu() -> float:
@@ -143,7 +124,8 @@ def _cpu() -> float:
     import psutil
 
     total = 0.0
-    for process in _family():
+    this = psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
         try:
             times = process.cpu_times()
         except psutil.NoSuchProcess:
@@ -176,19 +158,15 @@ def measure(options: Options) -> list[Figure]:
 def table(figures: list[Figure]) -> str:
     """A row for each dataset and way to load."""
     header = ["dataset", "way", *(f"{metric}: {kind}" for metric in METRICS.values() for kind in KINDS.values())]
-    lines = [f"2 workers on 2 cores, {harness.today()[:10]}.", "", _row(header), _row(["---"] * len(header))]
+    rows = [header]
     for case, what in dict.fromkeys((f["case"], f["what"]) for f in figures):
         cells = [
             harness.show(harness.find(figures, case=case, what=what, implementation=name, metric=metric))
             for metric in METRICS.values()
             for name in KINDS
         ]
-        lines.append(_row([CASES[case], what, *cells]))
-    return "\n".join(lines)
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        rows.append([CASES[case], what, *cells])
+    return f"2 workers on 2 cores, {harness.today()[:10]}.\n\n{tables.markdown(rows)}"
 
 
 if __name__ == "__main__":

@@ -118,10 +118,10 @@ MAKERS: dict[str, Callable[[str, float], Any]] = {
 
 def held(name: str, case: str | None, share: float, workers: int) -> dict[str, float]:
     """Bytes held after all workers have read all; `case` None: an empty dataset, `share`: of the full size."""
-    before = _pss(descendants=False)
+    before = harness.pss(descendants=False)
     rows = MAKERS[case](name, share) if case is not None else torch.zeros((BATCHES, 1))
     gc.collect()
-    original = _pss(descendants=False) - before
+    original = harness.pss(descendants=False) - before
     dataset = Reads(rows)
     size = -(-len(dataset) // BATCHES)
     # Batch i goes to worker i mod W: each is there once for each worker.
@@ -133,7 +133,7 @@ def held(name: str, case: str | None, share: float, workers: int) -> dict[str, f
     shmem = _shmem()
     if sum(1 for _ in loader) != len(batches):
         raise RuntimeError(f"{name} did not give {len(batches)} batches")
-    return {"total": _pss(descendants=True), "original": original, "shmem": _shmem() - shmem}
+    return {"total": harness.pss(descendants=True), "original": original, "shmem": _shmem() - shmem}
 
 
 def process_sizes(name: str, workers: int) -> dict[str, float]:
@@ -162,20 +162,6 @@ def _worker_sizes(name: str, workers: int) -> tuple[float, float]:
         raise RuntimeError(f"{name} has {len(below)} worker processes instead of {workers}")
     sizes = [process.memory_full_info() for process in below]
     return statistics.median(size.rss for size in sizes), statistics.median(size.uss for size in sizes)
-
-
-def _pss(*, descendants: bool) -> float:
-    """Bytes, of this process alone or of all that it started too."""
-    import psutil
-
-    this = psutil.Process()
-    total = 0.0
-    for process in [this, *(this.children(recursive=True) if descendants else [])]:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.NoSuchProcess:
-            continue
-    return total
 
 
 def _shmem() -> float:

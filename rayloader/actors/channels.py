@@ -163,12 +163,7 @@ class ActorLine(ActorCalls, LineCalls):
 
     @override
     def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
-        served = self._current(carries=carries)
-        lent = self.process.lane.lend(served.arena)
-        if lent is None:
-            return None, None
-        served.arena = lent[0].arena.address
-        return lent
+        return self._lend_to(self._current(carries=carries))
 
     @override
     def _send(self, message: Any, *, carries: bool = False) -> None:

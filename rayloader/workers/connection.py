@@ -2,9 +2,9 @@
 
 Promise: all kinds of `Channel` take the same calls and return the same messages, in the order in which the process sent
 them (see `Up` in protocol.py); a process that will not answer yields `ProcessLost` as its last message. Those to forks
-are in forks.py, those to actors in ray_channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns
-when something has come, over a line or from Ray, and lets any exception through that a signal handler raises meanwhile.
-No thread waits inside Ray. Channels are used under the lock of their epoch; any thread may wait.
+are in forks.py, those to actors in actors/channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it
+returns when something has come, over a line or from Ray, and lets any exception through that a signal handler raises
+meanwhile. No thread waits inside Ray. Channels are used under the lock of their epoch; any thread may wait.
 
 NOTE [waiting]
 Python runs signal handlers in the main thread. If that thread waits in `ray.get` or `ray.wait`, Ray calls the handlers
@@ -175,6 +175,14 @@ class LineCalls(Channel):
     @abstractmethod
     def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
         """Room for the batch of the next message."""
+
+    def _lend_to(self, line: Any) -> tuple[Lent, Room] | tuple[None, None]:
+        """As `_lend`; `line.arena` is the address of the arena that was told over a line, and is kept up to date."""
+        lent: tuple[Lent, Room] | None = self.process.lane.lend(line.arena)
+        if lent is None:
+            return None, None
+        line.arena = lent[0].arena.address
+        return lent
 
     @property
     @override

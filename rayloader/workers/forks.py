@@ -90,7 +90,7 @@ class ForkCalls(LineCalls):
         super().__init__(process, mailbox)
         self._line = line
         self._is_known = False  # the process
-        self._arena: FileAddress | None = None  # that the fork was told
+        self.arena: FileAddress | None = None  # that the fork was told
         self._starts: deque[Started] = deque()  # not answered, oldest first
 
     @override
@@ -122,11 +122,7 @@ class ForkCalls(LineCalls):
 
     @override
     def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
-        lent = self.process.lane.lend(self._arena)
-        if lent is None:
-            return None, None
-        self._arena = lent[0].arena.address
-        return lent
+        return self._lend_to(self)
 
     @override
     def flush(self) -> None:

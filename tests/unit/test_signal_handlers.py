@@ -1,4 +1,4 @@
-"""Signal handlers are those that the program has set, also while Ray was being started; see start/signals.py."""
+"""Signal handlers are those that the program has set, also while Ray was being started; see actors/signals.py."""
 
 import subprocess
 import sys
