@@ -150,11 +150,11 @@ with private_names_of("Python"):
     call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]
 
 
-def run_as_process(process: Any, parent: int) -> int:
+def run_as_process(process: Any, parent: int | None) -> int:
     """Does in this fork what `multiprocessing` does in one that it has made; returns the exit code.
 
     Args:
         process: a `multiprocessing.Process` that was created before the fork, and not started.
-        parent: a descriptor that is readable once the process that has forked has ended.
+        parent: a descriptor that is readable once the process that has forked has ended; None: there is none.
     """
     return int(process._bootstrap(parent))

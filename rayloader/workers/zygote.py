@@ -334,7 +334,10 @@ def _forked(control: socket.socket, ends: list[int], work: Callable[[int], objec
             _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         if collects:
             gc.enable()
-        code = run_as_process(process, os.pidfd_open(zygote))
+        parent = None
+        with contextlib.suppress(OSError, AttributeError):  # an old kernel: only `parent_process().is_alive()` needs it
+            parent = os.pidfd_open(zygote)
+        code = run_as_process(process, parent)
     os._exit(code)
 
 
