@@ -252,8 +252,10 @@ class Samplers:
 
     def check_attributes(self, moment: Moment) -> None:
         """Raises StateError if samplers, at another moment, can't have had these attributes."""
-        for sampler, simple in zip(self._chain, moment.attributes, strict=True):
+        for sampler, simple, makes in zip(self._chain, moment.attributes, self._makes_generator, strict=True):
             for name, value in simple.items():
+                if makes and name == "generator" and value is None:
+                    continue  # see _has_made
                 here = attributes_of(sampler).get(name)
                 is_held = self._is_searched(name, here) or is_a(here, KINDS) or (callable(here) and value is not None)
                 is_torchs = not own_classes(sampler) or _is_epoch(sampler, name)

@@ -48,6 +48,8 @@ class _Memory:
 
 def memory(address: int, nbytes: int, owner: object) -> Any:
     """An array of these bytes, writable, which keeps `owner` alive."""
+    if not address:  # of no bytes; NumPy 2.0 takes no array from there
+        return np.empty(0, np.uint8)
     return np.asarray(_Memory(address, nbytes, owner))
 
 

@@ -33,6 +33,7 @@ def no_ray(monkeypatch):
     """Whatever other tests have started."""
     monkeypatch.setattr(session, "current", lambda: None)
     monkeypatch.setattr(session, "_starter", None)
+    monkeypatch.setattr(ray_use, "_is_connected", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 

@@ -102,6 +102,7 @@ def check(expected, **options):
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Tip: In future versions of Ray", FutureWarning)  # by ray.init() of Ray 2.52
     warnings.filterwarnings("ignore", "This DataLoader will create")
     warnings.filterwarnings("ignore", category=ResourceWarning)  # of older versions of Ray
     print(
