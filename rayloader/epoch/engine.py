@@ -465,7 +465,8 @@ class Engine:
         self._waited = time.perf_counter() - began
         if came and ahead:
             self.fleet.mailbox.read()
-        self._take(all_channels=not came, was_read=came and ahead)
+        if came or self.fleet.mailbox.has_news:
+            self._take(was_read=came and ahead)
         return came
 
     def _await(self, timeout: float) -> None:
@@ -485,7 +486,7 @@ class Engine:
 
     def _wait(self, timeout: float) -> bool:
         """Waits for something to come, or for the thread that receives; returns whether something has."""
-        behind = len(self.schedule.untaken) > len(self.schedule.deliverable)
+        behind = self.schedule.early > 0
         if self._ahead is not None:
             began = time.perf_counter()
             came = self._ahead.wait(timeout) and bool(self.schedule.deliverable)  # it also rings when it has waited
@@ -517,8 +518,10 @@ class Engine:
     @property
     def _is_under_way(self) -> bool:
         """Whether the workers still have something to send."""
-        owe = [worker for worker in self.fleet.workers if self._owes(worker) or self._begins(worker)]
-        return bool(owe or self.fleet.awaited)
+        for worker in self.fleet.workers:  # nearly always the first says so: no list, however many there are
+            if self._owes(worker) or self._begins(worker):
+                return True
+        return bool(self.fleet.awaited)
 
     @property
     def uses_store(self) -> bool:
@@ -533,9 +536,9 @@ class Engine:
         return not worker.journal.begun and not worker.away
 
     @change
-    def _take(self, *, all_channels: bool = True, was_read: bool = False) -> None:
-        """Handles what has come, except for the loss of processes. The arguments are those of `Fleet.receive`."""
-        arrived = self.fleet.receive(all_channels=all_channels, was_read=was_read)
+    def _take(self, *, also: Process | None = None, was_read: bool = False) -> None:
+        """Handles what has come, except for the loss of processes. The arguments are those of `Mailbox.receive`."""
+        arrived = self.fleet.receive(also=also, was_read=was_read)
         if arrived:
             self._last_arrival = time.monotonic()
         for process, message in arrived:
@@ -635,7 +638,7 @@ class Engine:
     @change
     def _lose(self, process: Process, cause: str, suspect: int | None = None) -> None:
         """Continues without a process; another one takes over its workers and their tasks."""
-        self._take()  # messages that it sent before still count
+        self._take(also=process)  # messages that it sent before still count
         self._give_up(process, cause, suspect)
         self._revive()
 

@@ -142,6 +142,7 @@ class Schedule:
 
     Attributes:
         deliverable: tasks that are DELIVERED, in the order in which the user gets them.
+        early: number of tasks that are READY: their batches have come before their turn.
         owed_draws: draws that were requested and not reported.
         taken: number of batches that the user has, including skipped ones.
         closed: whether the epoch is over for its user.
@@ -181,6 +182,7 @@ class Schedule:
         self._queued: deque[Task] = deque()  # see NOTE [dynamic]
         self._tasks: dict[int, Task] = {}  # in task order
         self.deliverable: deque[Task] = deque()
+        self.early = 0
         self._head_id = first_task_id  # no task below it is undelivered
         self._next_task_id = first_task_id
         self._next_worker_id = first_worker_id
@@ -275,6 +277,7 @@ class Schedule:
             "in order, what is READY waits for the head": not self.in_order
             or not undelivered
             or undelivered[0].state is not READY,
+            "what is READY is counted": self.early == sum(task.state is READY for task in tasks),
             "draws are owed, or none": self.owed_draws >= 0 and self._surplus >= 0,
             "what is closed holds nothing": not self.closed or not (tasks or self.owed_draws),
             "the table fits the window": len(tasks) + self.owed_draws <= self.window + self._surplus
@@ -592,6 +595,7 @@ class Schedule:
         if state is GONE:
             task.result = None
             del self._tasks[task.task_id]
+        self.early += (state is READY) - (before is READY)
         task.state = state
         if before is OUTSTANDING:
             task.lent = None

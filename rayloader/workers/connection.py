@@ -16,12 +16,13 @@ thread that waits here inside Ray while another thread shuts Ray down.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import operator
 import select
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 from typing_extensions import override
@@ -214,8 +215,8 @@ class LineCalls(Channel):
 class Mailbox:
     """The channels of one fleet, and the answers to its Ray calls. Any thread may wait.
 
-    Each call and descriptor belongs to a channel. Channels with something to receive are found without asking the
-    others: a wait costs no more with many workers than with one, except for the system call itself.
+    Each call and descriptor belongs to a channel. The kernel is told of a descriptor once, and only channels that it
+    calls ready are read: a batch costs no more with many workers than with one.
 
     Args:
         later: as for `Waker`.
@@ -227,9 +228,11 @@ class Mailbox:
         self._waker = Waker(later)
         self._waiting = 0  # threads that wait
         self._descriptors: dict[Channel, tuple[tuple[int, int], ...]] = {}
-        self._owners: dict[int, set[Channel]] = {}  # by descriptor; forks share the one of their zygote
-        self._poll: Any = None  # of these descriptors; None while a thread has it, or when they have changed
-        self._changes = 0  # counts the changes of these descriptors
+        # Who waits for each descriptor, and for which events; forks share the one of their zygote.
+        self._owners: dict[int, dict[Channel, int]] = {}
+        self._epoll: select.epoll | None = None  # knows these descriptors; None: it must be made anew
+        self._registered: dict[int, int] = {}  # the events that it waits for
+        self._changes = 0  # counts the changes of these
         self._ready: set[Channel | None] = set()  # that have something to receive
         self._unflushed: set[Channel] = set()  # over which calls were made
         self._impatient: set[Channel] = set()  # that must be looked at without a sign from their descriptors
@@ -289,9 +292,10 @@ class Mailbox:
         channel = self._channels.pop(process, None)
         if channel is not None:
             self._unflushed.discard(channel)
+            self._impatient.discard(channel)
+            self._wait_for(channel, ())  # before its descriptors are closed, see `_register`
+            self._quiet.pop(channel, None)
             channel.close()
-            self._look_at(channel)
-            del self._quiet[channel]
 
     def close(self) -> None:
         """Closes all channels, and ends the wait in progress."""
@@ -306,21 +310,29 @@ class Mailbox:
             channel.flush()
             self._look_at(channel)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `receive` has something to look at."""
+        return bool(self._ready or self._impatient)
+
     def read(self) -> None:
         """Reads what a wait has found, for `receive`: without the epoch's lock, in a thread without interrupts."""
         for channel in list(self._ready):
             if channel is not None:
                 channel.read()
 
-    def receive(self, *, all_channels: bool, was_read: bool) -> list[tuple[Process, Message]]:
+    def receive(self, *, also: Process | None = None, was_read: bool = False) -> list[tuple[Process, Message]]:
         """The messages that have come, each with the process that sent it.
 
         Args:
-            all_channels: receive from all of them; otherwise from those that a wait has found ready.
+            also: a process to receive from although no wait has found it ready.
             was_read: only messages that `read` has read.
         """
         arrived = []
-        for channel in list(self._channels.values()) if all_channels else {*self._ready, *self._impatient}:
+        channels = {*self._ready, *self._impatient}
+        if also is not None:
+            channels.add(self._channels.get(also))
+        for channel in channels:
             self._ready.discard(channel)  # first: anything that arrives from here on makes it ready again
             if channel is not None:
                 if not was_read:
@@ -344,27 +356,65 @@ class Mailbox:
         self._quiet[channel] = line  # last: an interrupt must not hide an update that was not made
 
     def _wait_for(self, channel: Channel, descriptors: tuple[tuple[int, int], ...]) -> None:
-        """Sets what to wait for besides answers: descriptors, with the events of `select.poll`."""
+        """Sets what to wait for besides answers: descriptors, with the events of `select.epoll`."""
         before = self._descriptors.get(channel, ())
         if descriptors == before:
             return
         for descriptor, _ in before:
-            owners = self._owners.get(descriptor, set())  # an interrupt may have come after some
-            owners.discard(channel)
-            if not owners:
-                self._owners.pop(descriptor, None)
-        for descriptor, _ in descriptors:
-            self._owners.setdefault(descriptor, set()).add(channel)
+            self._owners.get(descriptor, {}).pop(channel, None)  # an interrupt may have come after some
+        for descriptor, events in descriptors:
+            self._owners.setdefault(descriptor, {})[channel] = events
+        for descriptor in {descriptor for descriptor, _ in (*before, *descriptors)}:
+            self._register(descriptor)
         self._descriptors[channel] = descriptors
         if not descriptors:
             del self._descriptors[channel]
             self._ready.discard(channel)  # it refers to this object, and must not depend on the garbage collector
-        self._changes += 1
-        self._poll = None
-        if self._waiting:  # other threads do not wait for these yet
-            self._waker.ring()
 
     # ---- waiting
+
+    def _register(self, descriptor: int) -> None:
+        """Tells the kernel for which events of a descriptor to wait from here on."""
+        self._changes += 1
+        owners, epoll = self._owners.get(descriptor, {}), self._epoll
+        events = functools.reduce(operator.or_, owners.values(), 0)
+        known = self._registered.get(descriptor, 0)
+        if not owners:
+            self._owners.pop(descriptor, None)
+        if epoll is None or events == known:
+            return
+        try:
+            if not events:
+                epoll.unregister(descriptor)
+            elif known:
+                epoll.modify(descriptor, events)
+            else:
+                epoll.register(descriptor, events)
+        except OSError:
+            # It was closed, and perhaps opened again, before this was told. Its old connection may live on, in a
+            # process forked meanwhile, and would be reported for ever.
+            self._forget_registered()
+        else:
+            self._registered[descriptor] = events
+            if not events:
+                del self._registered[descriptor]
+
+    def _forget_registered(self) -> None:
+        self._epoll = None
+        if self._waiting:  # other threads wait for what is registered so far
+            self._waker.ring()
+
+    def _new_epoll(self) -> select.epoll:
+        while True:
+            changes, epoll, registered = self._changes, select.epoll(), {}
+            epoll.register(self._waker.descriptor, select.EPOLLIN)
+            for descriptor, owners in list(self._owners.items()):
+                events = registered[descriptor] = functools.reduce(operator.or_, list(owners.values()), 0)
+                with contextlib.suppress(OSError):  # closed meanwhile: its channel will be looked at
+                    epoll.register(descriptor, events)
+            self._registered, self._epoll = registered, epoll
+            if changes == self._changes:  # otherwise another thread has registered something meanwhile
+                return epoll
 
     def ring(self) -> None:
         """Ends all waits in progress, or the next one."""
@@ -374,22 +424,17 @@ class Mailbox:
         """Waits for `timeout` seconds at most until something has come; returns whether it has."""
         if self._impatient:
             timeout = min(timeout, *(channel.patience for channel in self._impatient))
-        changes, (poll, self._poll) = self._changes, (self._poll, None)  # two threads cannot use one at a time
-        if poll is None:
-            poll = select.poll()
-            for descriptor, events in list(chain(*self._descriptors.values())):
-                poll.register(descriptor, events)
-            poll.register(self._waker.descriptor, select.POLLIN)
+        epoll = self._epoll or self._new_epoll()
         self._waiting += 1
         try:
-            found = poll.poll(math.ceil(max(0.0, timeout) * 1000))
+            found = epoll.poll(max(0.0, timeout))
         finally:
             self._waiting -= 1
-        if changes == self._changes:
-            self._poll = poll
         for descriptor, _ in found:
-            if descriptor == self._waker.descriptor:
+            if owners := self._owners.get(descriptor):
+                self._ready.update(list(owners))
+            elif descriptor == self._waker.descriptor:
                 self._waker.heard()
             else:
-                self._ready.update(self._owners.get(descriptor, ()))
+                self._forget_registered()  # its channel was removed meanwhile, see `_register`
         return bool(found)

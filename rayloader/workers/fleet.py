@@ -105,10 +105,10 @@ class Fleet:
             self.processes.watch_start(process, self.mailbox)
         return self.mailbox.wait(timeout)
 
-    def receive(self, *, all_channels: bool = True, was_read: bool = False) -> list[tuple[Process, Message]]:
+    def receive(self, *, also: Process | None = None, was_read: bool = False) -> list[tuple[Process, Message]]:
         """`Mailbox.receive`."""
         self.check_session()
-        arrived = self.mailbox.receive(all_channels=all_channels, was_read=was_read)
+        arrived = self.mailbox.receive(also=also, was_read=was_read)
         if ProcessLost in [type(message) for _, message in arrived]:
             self.check_session()  # Ray's shutdown is not the worker's fault
         return arrived
@@ -116,7 +116,10 @@ class Fleet:
     @property
     def awaited(self) -> list[Process]:
         """The processes whose start is awaited: workers that are away will begin there, or move there."""
-        hosts = {id(worker.host): worker.host for worker in self.workers if worker.away and not worker.host.lost}
+        away = [worker for worker in self.workers if worker.away and not worker.host.lost]
+        if not away and not self._coming:
+            return []  # as nearly always: a wait asks
+        hosts = {id(worker.host): worker.host for worker in away}
         return [process for process in (*hosts.values(), *self._coming) if process.tells_start]
 
     @property

@@ -110,7 +110,7 @@ class Peer:
         while len(heard) < count:
             assert time.monotonic() < until, f"only {heard} came"
             came = self.mailbox.wait(1.0)
-            messages = self.mailbox.receive(all_channels=not came, was_read=False)
+            messages = self.mailbox.receive()
             assert all(actor is self.actor for actor, _ in messages)
             heard += [message for _, message in messages]
             if heard and isinstance(heard[-1], ProcessLost | LineRefused):
@@ -325,7 +325,7 @@ def test_the_end_of_the_process_is_the_last_message(any_peer):
     assert lost.process is any_peer.actor
     assert str(lost)
     any_peer.check_closed()
-    assert any_peer.mailbox.receive(all_channels=True, was_read=False) == []
+    assert any_peer.mailbox.receive(also=any_peer.actor) == []
 
 
 def test_what_was_sent_before_the_end_of_the_process_comes_before_it(any_peer):
@@ -356,7 +356,7 @@ def test_closing_twice_ends_it_and_leaves_nothing(any_peer):
     assert not held_by_mailbox(any_peer.mailbox)
     assert any_peer.actor not in any_peer.mailbox
     any_peer.gate.open()
-    assert any_peer.mailbox.receive(all_channels=True, was_read=False) == []
+    assert any_peer.mailbox.receive(also=any_peer.actor) == []
 
 
 # ---- lines only

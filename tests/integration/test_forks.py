@@ -173,14 +173,18 @@ def test_a_zygote_that_is_stopped_before_it_has_forked(monkeypatch):
 
 def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped(monkeypatch):
     monkeypatch.setattr(zygote, "SILENCE_SECONDS", 1e6)
-    iterator = iter(load(Drawing(), prefetch_factor=2, timeout=0.5))
+    loader = load(Drawing(), prefetch_factor=2, timeout=0.5)
+    iterator = iter(loader)
     batches = [next(iterator).tolist() for _ in range(3)]
     stop(pid_of_zygote(iterator))
     kill_worker(iterator, 1)
     with pytest.raises(BatchTimeoutError, match=r"timed out after 0\.5 seconds"):
         batches.extend(map(torch.Tensor.tolist, iterator))
+    state = loader.state_dict()
     os.kill(pid_of_zygote(iterator), signal.SIGCONT)
-    assert [batches + taken(iterator)] == torchs("map-style", prefetch_factor=2)
+    resumed = load(Drawing(), prefetch_factor=2)
+    resumed.load_state_dict(state)
+    assert [batches + taken(resumed)] == torchs("map-style", prefetch_factor=2)
 
 
 class Killing(Drawing):

@@ -441,10 +441,14 @@ class FakeFleet:
         self.clock.now += timeout
         return False
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self.mail)
+
     def read(self) -> None:
         self.read_count += 1
 
-    def receive(self, *, all_channels: bool = True, was_read: bool = False) -> list[tuple[Process, Any]]:
+    def receive(self, *, also: Process | None = None, was_read: bool = False) -> list[tuple[Process, Any]]:
         self.check_session()
         mail, self.mail = self.mail, []
         return mail
