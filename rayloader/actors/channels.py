@@ -21,7 +21,7 @@ from rayloader.protocol import Served, Setup, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
-from rayloader.transport.lanes import Lent, Room, pack, unpack
+from rayloader.transport.lanes import Lent, in_message, pack, unpack
 from rayloader.transport.line import Line, LineError, unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.workers.connection import NONE_YET, Channel, LineCalls, LineRefused, Mailbox, Message, ProcessLost
@@ -80,8 +80,9 @@ class RayCalls(ActorCalls):
 
     @override
     def run(self, worker_id: int, task: Task) -> Lent | None:
-        message = self._run(worker_id, task, None)
-        self._call(self.process.handle.run, message, [message[3]])
+        self.process.calls += 1
+        indices = in_message(task.indices.encoded)
+        self._call(self.process.handle.run, (worker_id, self.process.calls, task.task_id, indices, None), [indices])
         return None
 
     @override
@@ -130,7 +131,6 @@ class _Served:
         self.ref: Any = None  # of the call, once that was made
         # Messages that the call itself carries, so that the driver need not accept the worker's connection first.
         self.early: list[Any] = []  # pickled, or by reference
-        self.arena: Any = None  # address that the worker was told
         self.paused = False
         self.ended_at = 0.0  # time.monotonic()
 
@@ -162,21 +162,11 @@ class ActorLine(ActorCalls, LineCalls):
         return DriverLine(self._is_actor)
 
     @override
-    def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
-        return self._lend_to(self._current(carries=carries))
-
-    @override
     def _send(self, message: Any, *, carries: bool = False) -> None:
-        self._current(carries=carries).send(message, carries=carries)
-
-    def _current(self, *, carries: bool) -> _Served:
-        """The served line for a message; a call of its own carries references to Ray's objects.
-
-        Only Ray's calls keep the owners of these informed.
-        """
+        # A call of its own carries references to Ray's objects: only Ray's calls keep the owners of these informed.
         if carries and self._served and self._served[-1].ref is not None:
             self._pause()
-        return self._newest()
+        self._newest().send(message, carries=carries)
 
     @override
     def drop(self, after_call: int, from_task: int) -> None:
@@ -312,7 +302,7 @@ class TcpCalls(ActorLine):
         return TcpDriverLine(self._host, self._new_buffer)
 
     @override
-    def _lend(self, *, carries: bool = False) -> tuple[None, None]:
+    def _lend(self) -> tuple[None, None]:
         return None, None
 
     @property

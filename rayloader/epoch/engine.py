@@ -354,7 +354,8 @@ class Engine:
     def _handle(self, event: Event) -> None:
         """Does the work of `handle`, as a part of a change."""
         for command in self.schedule.handle(event):
-            _CARRY_OUT[type(command)](self, command)
+            if (carry_out := _CARRY_OUT[type(command)]) is not None:
+                carry_out(self, command)
         if self._ahead is not None:
             self._ahead.ring()
 
@@ -365,9 +366,6 @@ class Engine:
         if not worker.away:
             worker.give(task)
             self._unsent.append(task.task_id)
-
-    def _nothing(self, _: DrawIndices | Deliver) -> None:
-        """Draws are owed: only the user's thread may draw. What is to be delivered waits in the schedule."""
 
     def _drop(self, drop: Drop) -> None:
         worker = self.fleet.workers[drop.worker_id]
@@ -837,10 +835,10 @@ class Engine:
             warn_of_bytes(kept, ready, under_way, limit, automatic=automatic)
 
 
-_CARRY_OUT: dict[type, Callable[[Engine, Any], None]] = {
+_CARRY_OUT: dict[type, Callable[[Engine, Any], None] | None] = {
     Submit: Engine._submit,
-    Deliver: Engine._nothing,
-    DrawIndices: Engine._nothing,
+    Deliver: None,  # it waits in the schedule
+    DrawIndices: None,  # they are owed: only the user's thread may draw
     Drop: Engine._drop,
     ReplaceWorker: Engine._replace,
     Fail: Engine._fail,

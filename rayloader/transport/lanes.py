@@ -7,8 +7,8 @@ must not write to any part of it, except for buffers that lie in no slot and wer
 In the order of a batch's path: worker `to_wire`, `sealed`; driver `received`, `from_wire`. The driver's `ArenaLane`
 owns one actor's arena; no wait ever depends on room in it.
 
-NOTE [Fields]. Whoever sends a `Wire` or a `Room` sends its `fields`, and whoever receives them makes it again: a tuple
-is pickled and unpickled in 1 us, an object of a class in 4.
+NOTE [Fields]. What is sent of a `Wire` or a `Room` is a plain tuple of its fields, and whoever receives it makes the
+object again: a tuple is pickled and unpickled in 1 us, an object of a class in 4.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.transport import codec, raw
@@ -61,9 +61,8 @@ class Wire:
         return self.skeleton, self.buffers, self.carried, self.small_slot, self.small_sizes
 
 
-@dataclass(slots=True)
-class Room:
-    """News of the arena with a message, so that the worker can put batches into slots; see NOTE [Fields]."""
+class Room(NamedTuple):
+    """News of the arena, sent as a plain tuple with a message, so that the worker can put batches into slots."""
 
     address: FileAddress | None  # of the arena; None: the last one
     freed: list[int]  # tickets of slots that are free again
@@ -71,13 +70,6 @@ class Room:
     locked: bool = False  # whether the arena may be page-locked; it is, or is not, for all its life
     abandoned: Sequence[int | None] = ()  # workers whose results so far are discarded; None in it: all workers'
     leased: Collection[int] = ()  # if there are some, the tickets of slots that are not
-
-    @property
-    def fields(self) -> tuple[Any, ...]:
-        """The part of it that is sent."""
-        if not self.abandoned:
-            return self.address, self.freed, self.small, self.locked
-        return self.address, self.freed, self.small, self.locked, self.abandoned, self.leased
 
 
 def switched_off() -> bool:
@@ -102,6 +94,13 @@ class Lent:
         self.leases: Leases = {}
 
 
+def in_message(encoded: codec.Encoded) -> tuple[Any, ...]:
+    """The fields of a wire whose buffers all travel with the message: of indices, for example."""
+    if not encoded.buffers:
+        return encoded.skeleton, (), encoded.carried
+    return encoded.skeleton, [PickleBuffer(buffer) for buffer in encoded.buffers], encoded.carried
+
+
 def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
     """Puts buffers into slots as far as there is room; the others travel with the message.
 
@@ -109,10 +108,8 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
         encoded: the object to send.
         arena: in which a batch has begun.
     """
-    if not encoded.buffers:  # for example indices
-        return Wire(encoded.skeleton, (), encoded.carried)
-    if arena is None:
-        return Wire(encoded.skeleton, [PickleBuffer(buffer) for buffer in encoded.buffers], encoded.carried)
+    if arena is None or not encoded.buffers:
+        return Wire(*in_message(encoded))
     small = [buffer for buffer in encoded.buffers if buffer.nbytes <= arena.small]
     sizes = [buffer.nbytes for buffer in small]
     slot = arena.pack(small) if sum(sizes) > INLINE_BYTES else None
@@ -232,15 +229,16 @@ class ArenaLane:
         arena = self._arena  # read once: another thread may call this
         return arena.leased_bytes if arena is not None else 0
 
-    def lend(self, known: FileAddress | None = None) -> tuple[Lent, Room] | None:
-        """Room for the batch of a message, with news of the arena; None if there is no arena.
+    def lend(self, known: FileAddress | None = None) -> tuple[Lent | None, tuple[Any, ...] | None]:
+        """Room for the batch of a message, and the fields of a `Room`; no room if there is no arena.
 
         Args:
             known: the arena that the worker was told of last.
         """
         if self._off:
-            return None
-        arena, accelerator = self._arena, may_lock(self.accelerator)
+            return None, None
+        arena = self._arena
+        accelerator = None if self.accelerator is None else may_lock(self.accelerator)
         freed = arena.freed() if arena is not None else []
         if arena is not None and accelerator is not None and arena.accelerator is not accelerator:
             arena.close(give_back=True)  # what the worker still builds there is for nobody: it was lent to others
@@ -250,14 +248,13 @@ class ArenaLane:
                 self._arena = arena = Arena(ARENA_BYTES, self._kind, accelerator)
             except ArenaError as error:
                 self._off = str(error)
-                return None
+                return None, None
             freed = []
         address = arena.address if arena.address is not known else None
-        room = Room(address, freed, SMALL_BYTES, locked=arena.accelerator is not None)
+        news: tuple[Any, ...] = address, freed, SMALL_BYTES, arena.accelerator is not None
         if self._abandoned:
-            room.abandoned = [self._abandoned.pop() for _ in range(len(self._abandoned))]
-            room.leased = arena.leased()
-        return Lent(arena), room
+            news += [self._abandoned.pop() for _ in range(len(self._abandoned))], arena.leased()
+        return Lent(arena), news
 
     def abandon(self, worker_id: int | None = None) -> None:
         """No result that this worker (None: any worker of the actor) was asked for so far will be received."""
@@ -364,11 +361,11 @@ class Recycled:
         return raw.new_memory(nbytes)
 
     def _leased(self, nbytes: int) -> memoryview | None:
-        news = None if self._closed else self._lane.lend(self._own.address)
-        if news is None or (writer := self._own.open(news[1].fields)) is None:
+        lent, news = (None, None) if self._closed else self._lane.lend(self._own.address)
+        if lent is None or (writer := self._own.open(news)) is None:
             return None
         writer.begin(0)
-        where, lent = writer.reserve(nbytes), news[0]
+        where = writer.reserve(nbytes)
         return None if where is None else lent.arena.view(where, lent.leases)
 
     @property

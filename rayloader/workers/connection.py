@@ -32,8 +32,9 @@ from rayloader.protocol import Down, Setup
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
-from rayloader.transport.lanes import Lent, Room, to_wire
+from rayloader.transport.lanes import Lent, in_message
 from rayloader.transport.line import Line
+from rayloader.transport.memory_file import FileAddress
 from rayloader.workers.process import Process
 
 NONE_YET: Any = object()  # in place of the answer to a Ray call
@@ -153,37 +154,28 @@ class Channel(ABC):
         self.close()
         return ProcessLost(self.process, error)
 
-    def _run(self, worker_id: int, task: Task, room: Room | None) -> tuple[Any, ...]:
-        """The message to `WorkerProcess.run`."""
-        self.process.calls += 1
-        news = None if room is None else room.fields
-        return worker_id, self.process.calls, task.task_id, to_wire(task.indices.encoded).fields, news
-
     def _replay(self, worker_id: int, tasks: Sequence[Task]) -> tuple[Any, ...]:
         """The message to `WorkerProcess.replay`."""
         self.process.calls += 1
-        again = [(task.task_id, to_wire(task.indices.encoded).fields, task.digest) for task in tasks]
+        again = [(task.task_id, in_message(task.indices.encoded), task.digest) for task in tasks]
         return worker_id, self.process.calls, again
 
 
 class LineCalls(Channel):
     """Calls over a line; batches travel in the process's arena."""
 
+    arena: FileAddress | None = None  # that the process was told over the line
+
     @abstractmethod
     def _send(self, message: Any, *, carries: bool = False) -> None:
         """Keeps a message until `flush`; `carries`: it holds references to Ray's objects."""
 
-    @abstractmethod
-    def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
-        """Room for the batch of the next message."""
-
-    def _lend_to(self, line: Any) -> tuple[Lent, Room] | tuple[None, None]:
-        """As `_lend`; `line.arena` is the address of the arena that was told over a line, and is kept up to date."""
-        lent: tuple[Lent, Room] | None = self.process.lane.lend(line.arena)
-        if lent is None:
-            return None, None
-        line.arena = lent[0].arena.address
-        return lent
+    def _lend(self) -> tuple[Lent | None, tuple[Any, ...] | None]:
+        """Room for the batch of the next message, and what is to be sent of it."""
+        lent, news = self.process.lane.lend(self.arena)
+        if lent is not None:
+            self.arena = lent.arena.address
+        return lent, news
 
     @property
     @override
@@ -192,9 +184,10 @@ class LineCalls(Channel):
 
     @override
     def run(self, worker_id: int, task: Task) -> Lent | None:
-        carries = bool(task.indices.encoded.carried)
-        lent, room = self._lend(carries=carries)
-        self._send((Down.RUN, *self._run(worker_id, task, room)), carries=carries)
+        process, indices = self.process, in_message(task.indices.encoded)
+        process.calls += 1
+        lent, news = self._lend()
+        self._send((Down.RUN, worker_id, process.calls, task.task_id, indices, news), carries=bool(indices[2]))
         return lent
 
     @override

@@ -24,10 +24,9 @@ from rayloader.errors import exit_in_words
 from rayloader.namespaces import own_modules
 from rayloader.protocol import Down, Setup, Up, WorkerAddress
 from rayloader.resume.snapshot import WorkerState
-from rayloader.transport.lanes import Lent, Room
 from rayloader.transport.line import Line, LineError, unpacked
 from rayloader.transport.local_line import WatchingLine, pair
-from rayloader.transport.memory_file import FileAddress, this_machine
+from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, Started
 from rayloader.workers.janitor import janitor
 from rayloader.workers.process import Process
@@ -90,7 +89,6 @@ class ForkCalls(LineCalls):
         super().__init__(process, mailbox)
         self._line = line
         self._is_known = False  # the process
-        self.arena: FileAddress | None = None  # that the fork was told
         self._starts: deque[Started] = deque()  # not answered, oldest first
 
     @override
@@ -119,10 +117,6 @@ class ForkCalls(LineCalls):
                 'with workers="ray"'
             )
         self._line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    @override
-    def _lend(self, *, carries: bool = False) -> tuple[Lent, Room] | tuple[None, None]:
-        return self._lend_to(self)
 
     @override
     def flush(self) -> None:

@@ -109,7 +109,7 @@ class Peer:
         heard, until = [], time.monotonic() + LIMIT_S
         while len(heard) < count:
             assert time.monotonic() < until, f"only {heard} came"
-            came = self.mailbox.wait(1.0)
+            self.mailbox.wait(1.0)
             messages = self.mailbox.receive()
             assert all(actor is self.actor for actor, _ in messages)
             heard += [message for _, message in messages]

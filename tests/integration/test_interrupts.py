@@ -178,7 +178,7 @@ def test_after_an_interrupted_close_of_an_arena_the_next_one_unlocks_it():
         lane, interrupt = ArenaLane(), None
         lane.accelerator = accelerator
         lent, room = lane.lend()
-        where = WorkerLane().open(room.fields).reserve(SMALL_BYTES)
+        where = WorkerLane().open(room).reserve(SMALL_BYTES)
         lent.arena.view(where, lent.leases)
         lent.leases[where[0][0]].page_lock()
         del lent

@@ -479,16 +479,16 @@ def test_memory_stays_in_bounds_when_the_program_is_far_ahead_of_the_accelerator
 def test_an_arena_that_cannot_be_locked_is_replaced_for_a_loader_that_pins(accelerator):
     lane, worker = ArenaLane(), WorkerLane()
     _, plain = lane.lend()
-    before = worker.open(plain.fields)
+    before = worker.open(plain)
     lane.accelerator = accelerator
-    lent, room = lane.lend(plain.address)
-    assert room.address != plain.address
-    assert room.locked
-    assert worker.open(room.fields) is not before
+    lent, room = lane.lend(plain[0])
+    assert room[0] != plain[0]
+    assert room[3]
+    assert worker.open(room) is not before
     lane.accelerator = None  # a loader that does not pin may have it too
-    again, room = lane.lend(room.address)
+    again, room = lane.lend(room[0])
     assert again.arena is lent.arena
-    assert room.locked
+    assert room[3]
     lane.close()
 
 
@@ -498,7 +498,7 @@ def test_an_arena_that_forks_have_spoiled_is_unlocked_while_its_worker_lives(acc
     lane.accelerator = accelerator
     for number in range(4):
         lent, room = lane.lend()
-        writer = worker.open(room.fields)
+        writer = worker.open(room)
         writer.begin(0)
         place = writer.seal(writer.put(codec.encode(torch.full((4096,), number)).buffers[0]))
         batch = torch.frombuffer(lent.arena.view(place, lent.leases), dtype=torch.int64)
@@ -519,7 +519,7 @@ def test_a_lane_of_an_accelerator_that_has_refused_locks_nothing(accelerator, mo
     lane = ArenaLane()
     lane.accelerator = accelerator
     _, room = lane.lend()
-    assert not room.locked
+    assert not room[3]
     lane.close()
 
 
