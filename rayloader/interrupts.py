@@ -16,7 +16,7 @@ correct. They bind `epoch/`, and code that `next()` calls in the user's thread.
 2. Changes of what the engine owns are marked before and after (`change`). If a foreign exception interrupts one, the
    epoch is `broken`: `next()` says so, and the next `iter()` starts with fresh workers. The position is right
    nevertheless, because it counts only batches that were handed over.
-3. Locks that the user's thread takes are implemented in C, and waits are one call of `select.poll`.
+3. Locks that the user's thread takes are implemented in C, and waits are one call of a lock or of `select.epoll`.
 4. No generator is left before its end, by `any` or `next` for instance: an exception that a handler raises while Python
    closes it is printed and dropped. That is why lists are used where generators would do.
 5. An exception from opening a batch is attributed to the data only if opening it again raises as well. In `__del__`

@@ -27,7 +27,7 @@ def has_workers(iterator):
 
 def actors_of(iterator):
     """The actors that host its workers, each once."""
-    return list(iterator._fleet.actors)
+    return list(iterator._fleet.hosts)
 
 
 def pid_of_zygote(iterator):

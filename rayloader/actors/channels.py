@@ -61,9 +61,9 @@ class ActorCalls(Channel):
         """Lets calls through Ray come after all calls made so far."""
 
     @override
-    def _lost(self, error: Exception | None) -> ProcessLost:
+    def _ended_by(self, error: Exception | None) -> ProcessLost:
         self.process.vanished = error is None or isinstance(error, ActorUnavailableError)
-        return super()._lost(error)
+        return super()._ended_by(error)
 
 
 class RayCalls(ActorCalls):
@@ -112,7 +112,7 @@ class RayCalls(ActorCalls):
             ref, message = self._unanswered.popleft()
             self._mailbox.forget(ref)
             if isinstance(answer, RayError):
-                return [*messages, self._lost(answer)]
+                return [*messages, self._ended_by(answer)]
             messages.append(message(answer))
         return messages
 
@@ -248,11 +248,11 @@ class ActorLine(ActorCalls, LineCalls):
                 self.close()
                 messages.append(LineRefused(line.refused))
             elif line.fault:
-                messages.append(self._lost(LineError(line.fault)))
+                messages.append(self._ended_by(LineError(line.fault)))
             elif line.ended and not served.ended_at:
                 served.ended_at = time.monotonic()
             elif line.ended and time.monotonic() > served.ended_at + self._cause_patience:
-                messages.append(self._lost(None))
+                messages.append(self._ended_by(None))
             if not self._served:
                 break  # closed: it has no further answers, and no other line either
         return messages
@@ -260,7 +260,7 @@ class ActorLine(ActorCalls, LineCalls):
     def _ended(self, served: _Served, answer: Any) -> list[Message]:
         """Interprets the end of the call that served a line."""
         if isinstance(answer, Exception):
-            return [self._lost(answer)]
+            return [self._ended_by(answer)]
         end: Served = answer
         if end.answer is not None:
             worker_id, call, answer = unpack(end.answer)

@@ -36,7 +36,7 @@ from rayloader.host.hosting import Hosting, exit_without_callbacks
 from rayloader.host.server import LineServer
 from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.protocol import Answer, Replica, Served, Setup, WorkerAddress, final
-from rayloader.random.generators import noting
+from rayloader.random.generators import collecting
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport import local_line
@@ -193,12 +193,12 @@ def _opened(source: Source, *, alone: bool) -> tuple[Replica, list[Any]]:
     not look at that, least of all at what its modules hold, which may take longer than an epoch.
     """
     sys.path[:] = [*source.sys_path, *(entry for entry in sys.path if entry not in source.sys_path)]
-    with noting() as noted:
+    with collecting() as unpickled:
         if alone:
             gc.freeze()
         skeleton, buffers = _open_replica(source)
         replica: Replica = decode_replica(skeleton, buffers, source.carried)
-    return replica, noted
+    return replica, unpickled
 
 
 def _open_replica(source: Source) -> Any:

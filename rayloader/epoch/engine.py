@@ -78,7 +78,7 @@ logger = logging.getLogger("rayloader")
 
 # For how many seconds at most a thread waits before it looks at what nothing wakes it for: a worker that is dead may be
 # the one whose batch is next, and the epoch may have ended meanwhile.
-TICK_S = 1.0
+LOOK_S = 1.0
 # Workers that share a process cannot wait for each other: after this many seconds without the next batch, a warning
 # says so.
 SHARED_PATIENCE_S = 30.0
@@ -91,7 +91,7 @@ LOOKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
+class _Loss:
     """A process that will not answer any more."""
 
     process: Process
@@ -143,7 +143,7 @@ class Engine:
         self._out: Task | None = None  # what `next` returns until it is handed over
         self._out_is_taken = False  # the schedule knows that
         self._unsent: list[int] = []  # tasks given to workers since the last `flush`
-        self._lost: deque[_Lost] = deque()  # for the user's thread
+        self._losses: deque[_Loss] = deque()  # for the user's thread
         self._last_arrival = 0.0  # time.monotonic()
         self._waited = 0.0  # seconds of the last `receive` in which nothing came
         self._copies = Recycled(delivery.accelerator)
@@ -213,7 +213,7 @@ class Engine:
                 self._check_open()
                 self._check_integrity()
                 began = began or time.monotonic()
-                self._await(max(0.0, min(TICK_S, self._deadline(began) - time.monotonic())))
+                self._await(max(0.0, min(LOOK_S, self._deadline(began) - time.monotonic())))
                 self._out = self._first()
             if self._out is not None:
                 if not self._out_is_taken:
@@ -276,7 +276,7 @@ class Engine:
     def _check_integrity(self) -> None:
         """Raises if something in progress was lost, because a wait for it would never end."""
         with self.lock:
-            under_way = self._is_under_way or self._lost or self.schedule.deliverable or self.schedule.owed_draws
+            under_way = self._is_under_way or self._losses or self.schedule.deliverable or self.schedule.owed_draws
             if under_way or self.schedule.finished or self.failure is not None:
                 return
         if self.was_interrupted:
@@ -341,7 +341,7 @@ class Engine:
     @change
     def _lose_rest(self) -> None:
         """Gives up what was reported to end, up to the end of `rayloader-ahead`: the next epoch is not told again."""
-        for lost in self._lost:
+        for lost in self._losses:
             self.fleet.lose(lost.process)
 
     # ---- events and commands
@@ -472,10 +472,10 @@ class Engine:
         if not self.schedule.deliverable and self.failure is not None:
             raise self.failure.with_traceback(None)
         came = self._wait(timeout)
-        while self._lost:
-            lost = self._lost[0]
-            self._lose(lost.process, lost.cause, lost.suspect)
-            self._lost.popleft()
+        while self._losses:
+            lost = self._losses[0]
+            self._go_on_without(lost.process, lost.cause, lost.suspect)
+            self._losses.popleft()
         if self.fleet.awaited:
             self._revive()
         self._start_ahead()
@@ -541,7 +541,7 @@ class Engine:
             self._last_arrival = time.monotonic()
         for process, message in arrived:
             if isinstance(message, ProcessLost):
-                self._lost.append(_Lost(message.process, str(message)))
+                self._losses.append(_Loss(message.process, str(message)))
             elif isinstance(message, LineRefused):
                 self._have_moved(self.fleet.fall_back(process, str(message)))
                 self._revive()
@@ -552,7 +552,7 @@ class Engine:
     def _take_message(self, process: Process, message: Message) -> None:
         kind, worker_id, call, content = message
         worker = self.fleet.workers[worker_id]
-        if self._lost and (process, worker_id) in [(lost.process, lost.worker_id) for lost in self._lost]:
+        if self._losses and (process, worker_id) in [(lost.process, lost.worker_id) for lost in self._losses]:
             return  # its process goes on after what has ended it
         if kind == Up.BEGUN:
             if not worker.journal.begun and worker.journal.resumed == (process, call):
@@ -566,7 +566,7 @@ class Engine:
         result = None if answer.result is None else result_of(answer.result)
         if result is not None and result.kind in ENDS:  # that counts, even if what it was at is of the epoch before
             suspect = result.task_id if result.kind == ResultKind.EXITED and not is_late else None
-            self._lost.append(_Lost(process, result.text, suspect, worker_id))
+            self._losses.append(_Loss(process, result.text, suspect, worker_id))
         elif is_late:
             return
         elif worker.rebuilding is not None:
@@ -634,7 +634,7 @@ class Engine:
     # ---- losses
 
     @change
-    def _lose(self, process: Process, cause: str, suspect: int | None = None) -> None:
+    def _go_on_without(self, process: Process, cause: str, suspect: int | None = None) -> None:
         """Continues without a process; another one takes over its workers and their tasks."""
         self._take(also=process)  # messages that it sent before still count
         self._give_up(process, cause, suspect)
@@ -654,11 +654,11 @@ class Engine:
         self.fleet.lose(process)
         for worker in workers:
             if worker is at_work or (at_work is None and not admitted):
-                self._lose_process(worker, cause, suspect=suspect, admitted=admitted)
+                self._report_lost(worker, cause, suspect=suspect, admitted=admitted)
             else:
-                self._lose_process(worker, cause)
+                self._report_lost(worker, cause)
 
-    def _lose_process(self, worker: Worker, cause: str, **blame: Any) -> None:
+    def _report_lost(self, worker: Worker, cause: str, **blame: Any) -> None:
         """A worker will continue in another process; without `blame`, no task of it is the cause."""
         worker.rebuilding = None
         self.handle(WorkerLost(worker.worker_id, cause, **(blame or {"blameless": True})))
@@ -672,7 +672,7 @@ class Engine:
 
     def _have_moved(self, workers: list[Worker]) -> None:
         for worker in workers:
-            self._lose_process(worker, "it moves to another process")
+            self._report_lost(worker, "it moves to another process")
 
     @change
     def _revive(self) -> None:
@@ -732,7 +732,7 @@ class Engine:
     def note_begins(self) -> None:
         """Waits until every worker has begun the epoch, but for those that are lost and have nothing to do in it."""
         while self.failure is None and [w for w in self.fleet.workers if not w.journal.begun and not w.host.lost]:
-            self._await(TICK_S)
+            self._await(LOOK_S)
 
     # ---- waiting too long
 
@@ -766,7 +766,9 @@ class Engine:
             else:
                 hung = {worker.host for worker in self.fleet.workers if self._owes(worker)}
             for process in hung:
-                self._lose(process, f"it gave no batch for {self._options.timeout} s (timeout), and was killed")
+                self._go_on_without(
+                    process, f"it gave no batch for {self._options.timeout} s (timeout), and was killed"
+                )
         return bool(hung)
 
     def _timed_out(self) -> Exception:

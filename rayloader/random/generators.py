@@ -44,18 +44,18 @@ from rayloader.random.generator_kinds import (
 from rayloader.random.search import Found, Path, follow, in_words, is_path, put, search
 from rayloader.transport.pickler import Special
 
-_noted: list[Any] | None = None
+_collected: list[Any] | None = None
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Any]]:
+def collecting() -> Iterator[list[Any]]:
     """Yields a list that collects the generators unpickled meanwhile, in the process's one thread that unpickles."""
-    global _noted
-    _noted = []
+    global _collected
+    _collected = []
     try:
-        yield _noted
+        yield _collected
     finally:
-        _noted = None
+        _collected = None
 
 
 def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
@@ -73,7 +73,7 @@ def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
     if not isinstance(usual, tuple):
         return usual
     make, arguments, *rest = usual
-    return _note, (make, *arguments), *rest
+    return _collect, (make, *arguments), *rest
 
 
 # For the pickler of a replica.
@@ -86,10 +86,10 @@ def _without_state(kind: Any, attributes: dict[str, Any]) -> Any:
     return generator
 
 
-def _note(make: Callable[..., Any], *arguments: Any) -> Any:
+def _collect(make: Callable[..., Any], *arguments: Any) -> Any:
     generator = make(*arguments)
-    if _noted is not None and isinstance(generator, KINDS):
-        _noted.append(generator)
+    if _collected is not None and isinstance(generator, KINDS):
+        _collected.append(generator)
     return generator
 
 
@@ -191,7 +191,7 @@ class Generators:
 
     Args:
         replica: the objects of the replica, by name.
-        noted: the generators that were recorded when it was unpickled; None: it is a fork's, and was not.
+        unpickled: the generators that were collected when it was unpickled; None: it is a fork's, and was not.
         modules: gives the names and contents of those that are searched; None: of the program's own.
 
     Attributes:
@@ -202,19 +202,19 @@ class Generators:
     def __init__(
         self,
         replica: dict[str, Any],
-        noted: list[Any] | None,
+        unpickled: list[Any] | None,
         modules: Callable[[], Iterable[tuple[str, Mapping[str, Any]]]] | None = None,
     ) -> None:
         self._replica = replica
-        self._modules = modules or functools.partial(own_modules, main=noted is None)
+        self._modules = modules or functools.partial(own_modules, main=unpickled is None)
         found = search(replica, self._modules())
         of_replica = [one.generator for one in found if not _is_global(one)]
-        if noted is None:
-            noted = of_replica
-        self._noted = noted  # keeps their identities
-        self._known = {id(engine(generator)) for generator in noted}
+        if unpickled is None:
+            unpickled = of_replica
+        self._unpickled = unpickled  # keeps their identities
+        self._known = {id(engine(generator)) for generator in unpickled}
         # In an order that depends on the replica alone, and not on how this process has got it.
-        self.given = distinct([*(one for one in of_replica if id(engine(one)) in self._known), *noted])
+        self.given = distinct([*(one for one in of_replica if id(engine(one)) in self._known), *unpickled])
         self._at: dict[Path, Any] = {}  # those of the last look
         self.found_new = False
         # In another process those of modules are like that too: as imports create them, or as a fork inherits them.

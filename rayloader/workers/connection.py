@@ -97,19 +97,19 @@ class Channel(ABC):
 
     @abstractmethod
     def run(self, worker_id: int, task: Task) -> Lent | None:
-        """`WorkerProcess.run`; the call's number is the actor's newest. Pass the return value to `received`."""
+        """`WorkerProcess.run`; its number is `process.calls`. Pass the return value to `received`."""
 
     @abstractmethod
     def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
-        """`WorkerProcess.replay`; the call's number is the actor's newest."""
+        """`WorkerProcess.replay`; its number is `process.calls`."""
 
     @abstractmethod
     def resume(self, worker_id: int, resumed: Resumed) -> None:
-        """`WorkerProcess.resume`; the call's number is the actor's newest."""
+        """`WorkerProcess.resume`; its number is `process.calls`."""
 
     @abstractmethod
     def receive(self) -> list[Message]:
-        """The messages of the actor that were read."""
+        """The messages of the process that were read."""
 
     @abstractmethod
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Channel(ABC):
         """How long to wait at most for what the descriptors cannot show, in seconds."""
         return math.inf
 
-    def _lost(self, error: Exception | None) -> ProcessLost:
+    def _ended_by(self, error: Exception | None) -> ProcessLost:
         """No answers will come: `error` is the reason, if it is known."""
         self.close()
         return ProcessLost(self.process, error)

@@ -39,7 +39,7 @@ class Fleet:
     Attributes:
         processes: as above.
         mailbox: the channels to the processes.
-        actors: the processes, in the order in which they host.
+        hosts: the processes, in the order in which they were lent.
         workers: by worker id.
     """
 
@@ -49,7 +49,7 @@ class Fleet:
         self._released = False
         self._pid = os.getpid()
         self.mailbox = Mailbox(janitor.later)  # whose thread ends what finalizers leave behind
-        self.actors: list[Any] = []
+        self.hosts: list[Any] = []
         self.workers: list[Worker] = []
         # Requested while others host their workers: these workers, and how many processes have failed to start.
         self._coming: dict[Any, tuple[list[Worker], int]] = {}
@@ -75,7 +75,7 @@ class Fleet:
 
     def lend(self, count: int, *, fresh: bool = True) -> None:
         """Adds `count` processes; does not wait until new ones run. `fresh`: none that has worked before."""
-        self.actors = self.actors + self._lend(count, fresh=fresh)
+        self.hosts = self.hosts + self._lend(count, fresh=fresh)
 
     def _lend(self, count: int, *, fresh: bool = True) -> list[Any]:
         self.check_session()
@@ -125,7 +125,7 @@ class Fleet:
     @property
     def leased_bytes(self) -> int:
         """Bytes of memory in which batches lie, including the user's. Any thread may ask."""
-        return self.processes.leased_bytes + sum(int(process.lane.leased_bytes) for process in self.actors)
+        return self.processes.leased_bytes + sum(int(process.lane.leased_bytes) for process in self.hosts)
 
     def address(self, worker: Worker) -> WorkerAddress | None:
         """Where a worker runs; None if it does not run, or if that is no longer known."""
@@ -160,11 +160,11 @@ class Fleet:
         """
         self.check_session()
         self.workers = [
-            Worker(setup, journal, self.actors[setup.worker_id % len(self.actors)], self.mailbox)
+            Worker(setup, journal, self.hosts[setup.worker_id % len(self.hosts)], self.mailbox)
             for setup, journal in zip(setups, journals, strict=True)
         ]
         if not self.processes.all_are_near:
-            while any(process.address is None and not process.lost for process in self.actors):
+            while any(process.address is None and not process.lost for process in self.hosts):
                 self.wait(LOCATE_TICK_S)
                 try:
                     self.check_started()
@@ -191,7 +191,7 @@ class Fleet:
         return ready
 
     def _begin(self, workers: list[Worker]) -> None:
-        source_of = self.processes.sources(self.actors)
+        source_of = self.processes.sources(self.hosts)
         for worker in workers:
             source = source_of(worker.host)
             if worker.host not in self.mailbox:
@@ -206,25 +206,25 @@ class Fleet:
 
     # ---- which process hosts each worker
 
-    def hosted_by(self, actor: Any) -> list[Worker]:
-        """The workers of an actor; none if it no longer belongs to this fleet."""
-        return [worker for worker in self.workers if worker.host is actor] if actor in self.actors else []
+    def hosted_by(self, process: Any) -> list[Worker]:
+        """The workers of a process; none if it no longer belongs to this fleet."""
+        return [worker for worker in self.workers if worker.host is process] if process in self.hosts else []
 
-    def lose(self, actor: Any) -> None:
-        """Kills an actor that is dead or not to be trusted any more, and gives up what it shares with this process."""
-        if not actor.lost:
-            actor.lost = True
-            for worker in self.hosted_by(actor):
+    def lose(self, process: Any) -> None:
+        """Kills a process that is dead or not to be trusted any more, and gives up what it shares with this process."""
+        if not process.lost:
+            process.lost = True
+            for worker in self.hosted_by(process):
                 worker.away = True
-            self._end(actor)
+            self._end(process)
 
-    def _end(self, actor: Any) -> None:
-        """Kills an actor, and gives up what it shares with us."""
-        self.mailbox.remove(actor)
-        self.processes.kill(actor)
+    def _end(self, process: Any) -> None:
+        """Kills a process, and gives up what it shares with us."""
+        self.mailbox.remove(process)
+        self.processes.kill(process)
 
     def replace(self, worker: Worker) -> bool:
-        """Gives a worker whose actor is dead another one, with all that the old one hosted; False if it is not dead."""
+        """Gives a worker whose process is dead another one, with all that the old one hosted; False if it lives."""
         old = worker.host
         if not old.lost:
             return False
@@ -239,20 +239,20 @@ class Fleet:
         self._move([old], hosts)
         return True
 
-    def _own_of(self, actor: Any) -> list[Worker]:
-        """The workers of an actor, except for those that it hosts until their own actor comes."""
+    def _own_of(self, process: Any) -> list[Worker]:
+        """The workers of a process, except for those that it hosts until their own process comes."""
         others = [worker for workers, _ in self._coming.values() for worker in workers]
-        return [worker for worker in self.hosted_by(actor) if worker not in others]
+        return [worker for worker in self.hosted_by(process) if worker not in others]
 
     def _survivors_of(self, vanished: Any) -> list[Any]:
-        """Actors that can do the work of one whose node may be gone, those with the fewest workers first.
+        """Processes that can do the work of one whose node may be gone, those with the fewest workers first.
 
-        If a node loses power, Ray regards it as alive for up to half a minute, and may place a new actor there.
+        If a node loses power, Ray regards it as alive for up to half a minute, and may place a new process there.
         """
         gone = None if vanished.address is None else vanished.address.node_id
-        there = [a for a in self.actors if a.address is not None and not a.lost and a.address.node_id != gone]
-        stay = [actor for actor in there if not self.processes.is_draining(actor)]
-        return sorted(stay, key=lambda actor: len(self.hosted_by(actor)))
+        there = [a for a in self.hosts if a.address is not None and not a.lost and a.address.node_id != gone]
+        stay = [process for process in there if not self.processes.is_draining(process)]
+        return sorted(stay, key=lambda process: len(self.hosted_by(process)))
 
     @property
     def may_spread(self) -> bool:
@@ -268,25 +268,25 @@ class Fleet:
         Returns:
             The workers that move; they are away now.
         """
-        before = self.actors
-        draining = [actor for actor in before if not actor.lost and self.processes.is_draining(actor)]
-        for actor in draining:
-            if actor not in self._replaced and (own := self._own_of(actor)):
+        before = self.hosts
+        draining = [process for process in before if not process.lost and self.processes.is_draining(process)]
+        for process in draining:
+            if process not in self._replaced and (own := self._own_of(process)):
                 (new,) = self._lend(1)
                 self._coming[new] = own, 0
-                self._replaced.append(actor)
+                self._replaced.append(process)
                 for worker in own:
                     worker.hurry()
         moved = self._take_over()
-        for actor in draining:
-            # If no actor stays, Ray must not be asked again for each batch.
-            if (hosts := self._survivors_of(actor)) and self._is_late(actor):
-                for worker in self.hosted_by(actor):
+        for process in draining:
+            # If no process stays, Ray must not be asked again for each batch.
+            if (hosts := self._survivors_of(process)) and self._is_late(process):
+                for worker in self.hosted_by(process):
                     worker.leave()
-                moved += self._move([actor], hosts)
-        for actor in before:
-            if actor not in self.actors and not actor.lost:
-                self._end(actor)
+                moved += self._move([process], hosts)
+        for process in before:
+            if process not in self.hosts and not process.lost:
+                self._end(process)
         return moved
 
     def _is_late(self, process: Any) -> bool:
@@ -311,12 +311,12 @@ class Fleet:
                     worker.leave()
                     worker.moves_to(new)
                     moved.append(worker)
-                self.actors = self._hosts
+                self.hosts = self._hosts_of_workers
             del self._coming[new]
         return moved
 
     def _move(self, old: list[Any], new: list[Any]) -> list[Worker]:
-        """Deals the workers of some actors, which leave the fleet, to other actors.
+        """Deals the workers of some processes, which leave the fleet, to other processes.
 
         Returns:
             The workers that move; they are away now.
@@ -324,18 +324,18 @@ class Fleet:
         moved = [worker for worker in self.workers if worker.host in old]
         for number, worker in enumerate(moved):
             worker.moves_to(new[number % len(new)])
-        self.actors = self._hosts
+        self.hosts = self._hosts_of_workers
         return moved
 
     @property
-    def _hosts(self) -> list[Any]:
+    def _hosts_of_workers(self) -> list[Any]:
         return list(dict.fromkeys(worker.host for worker in self.workers))
 
     def check_started(self) -> list[Worker]:
-        """Notes which actors run by now, and makes sure that no worker waits for a process for too long.
+        """Notes which processes run by now, and makes sure that no worker waits for a process for too long.
 
         Returns:
-            Workers that move to another actor because theirs found no place; they are away now.
+            Workers that move to another process because theirs found no place; they are away now.
 
         Raises:
             WorkerStartError: none has found a place.
@@ -343,32 +343,32 @@ class Fleet:
         """
         self.check_session()
         pending = []
-        for actor in self.actors:
-            if actor.lost:
+        for process in self.hosts:
+            if process.lost:
                 continue
             try:
-                if not actor.has_started():
-                    pending.append(actor)
+                if not process.has_started():
+                    pending.append(process)
             except NeverStarts as error:
                 self.check_session()
-                raise ProcessLost(actor, error) from error
+                raise ProcessLost(process, error) from error
         if not pending:
             return []
-        hosts = [actor for actor in self.actors if actor not in pending and not actor.lost]
-        match self.processes.verdict(pending, len(self.actors), others=bool(hosts)):
+        hosts = [process for process in self.hosts if process not in pending and not process.lost]
+        match self.processes.verdict(pending, len(self.hosts), others=bool(hosts)):
             case Verdict.SHARE_CPUS:
-                pending = [actor for actor in pending if not actor.is_placed()]
+                pending = [process for process in pending if not process.is_placed()]
                 hosts = self._lend(len(pending))
             case Verdict.GIVE_UP:
-                for actor in pending:  # they come when there is room: on a new node, or after other work
-                    if own := self._own_of(actor):
-                        self.mailbox.remove(actor)
-                        self._coming[actor] = own, 0
+                for process in pending:  # they come when there is room: on a new node, or after other work
+                    if own := self._own_of(process):
+                        self.mailbox.remove(process)
+                        self._coming[process] = own, 0
                     else:
-                        self._end(actor)
+                        self._end(process)
                 return self._move(pending, hosts)
             case _:
                 return []
-        for actor in pending:
-            self._end(actor)
+        for process in pending:
+            self._end(process)
         return self._move(pending, hosts)

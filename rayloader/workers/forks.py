@@ -165,9 +165,9 @@ class ForkCalls(LineCalls):
             line.watch(self.process.address.pid)  # type: ignore[union-attr]
             self._is_known = True
         if line.fault and not line.closed:
-            messages.append(self._lost(LineError(line.fault)))
+            messages.append(self._ended_by(LineError(line.fault)))
         elif self._awaits_zygote and self.process.is_lost(has_ended=line.ended):
-            messages.append(self._lost(None))
+            messages.append(self._ended_by(None))
         return messages
 
     @override

@@ -1,6 +1,6 @@
 """One worker as the driver knows it: its journal, the process that hosts it, and what it may be asked.
 
-Promise: a worker that has lost its process, or is to move to another, is *away* until it is begun again, on an actor
+Promise: a worker that has lost its process, or is to move to another, is *away* until it is begun again, on a process
 that knows what its journal says. Nothing here waits. The tasks that it was given are the schedule's to know.
 """
 
@@ -127,7 +127,7 @@ class Worker:
             self.host.lane.abandon(self.worker_id)
 
     def moves_to(self, host: Process) -> None:
-        """It continues on this actor, once that is told so."""
+        """It continues on this process, once that is told so."""
         self.host, self.away = host, True
 
     @property

@@ -308,12 +308,12 @@ def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nod
     begin = Fleet.begin
 
     def killing(fleet, *arguments):
-        ray.kill(fleet.actors[0].handle)
+        ray.kill(fleet.hosts[0].handle)
         wait = fleet.wait
 
         def until_the_first_is_known_to_be_dead(_):  # before the other one has started
             monkeypatch.setattr(fleet, "wait", wait)
-            return wait_for([fleet.actors[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
+            return wait_for([fleet.hosts[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
 
         monkeypatch.setattr(fleet, "wait", until_the_first_is_known_to_be_dead)
         begin(fleet, *arguments)

@@ -388,11 +388,11 @@ class FakeFleet:
         self.waits: list[float] = []
         self._idle = 0
         self._changed = threading.Condition()
-        self.actors = [Process(self) for _ in range(processes or num_workers)]
+        self.hosts = [Process(self) for _ in range(processes or num_workers)]
         everything: Any = self
         self.mailbox = self.processes = everything
         self.workers = [
-            Worker(Setup(n), journals[n], self.actors[n % len(self.actors)], everything)  # type: ignore[arg-type]
+            Worker(Setup(n), journals[n], self.hosts[n % len(self.hosts)], everything)  # type: ignore[arg-type]
             for n in range(num_workers)
         ]
         self.revive()
@@ -419,14 +419,14 @@ class FakeFleet:
 
     def flush(self) -> None:
         self.flushes += 1
-        for process in self.actors:
+        for process in self.hosts:
             process.flush()
 
     def wait(self, timeout: float) -> bool:
         self.check_session()
-        assert not [process for process in self.actors if process.queue], "tasks were held back while somebody waits"
+        assert not [process for process in self.hosts if process.queue], "tasks were held back while somebody waits"
         self.waits.append(timeout)
-        able = [process for process in self.actors if process.can_work]
+        able = [process for process in self.hosts if process.can_work]
         if not self.mail and self.works and able:
             (self.random.choice(able) if self.random is not None else able[0]).work()
         if self.mail or self.came:
@@ -498,7 +498,7 @@ class FakeFleet:
             worker.drop(from_task)
 
     def hosted_by(self, process: Process) -> list[Worker]:
-        return [worker for worker in self.workers if worker.host is process] if process in self.actors else []
+        return [worker for worker in self.workers if worker.host is process] if process in self.hosts else []
 
     def lose(self, process: Process) -> None:
         if not process.lost:
@@ -521,7 +521,7 @@ class FakeFleet:
 
     def _settle(self) -> None:
         hosts: list[Any] = [worker.host for worker in self.workers]
-        self.actors = list(dict.fromkeys(hosts))
+        self.hosts = list(dict.fromkeys(hosts))
 
     @property
     def may_spread(self) -> bool:
@@ -531,7 +531,7 @@ class FakeFleet:
         return self._move(self.moves)
 
     def check_started(self) -> list[Worker]:
-        for process in self.actors:
+        for process in self.hosts:
             if process.is_dead and process.address is None and not process.lost:
                 raise ProcessLost(process, RuntimeError("as planned"))  # type: ignore[arg-type]
         return self._move(self.homeless)

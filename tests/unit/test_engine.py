@@ -144,7 +144,7 @@ class Epoch:
                 for _ in range(num_workers if paced else 0)
             ],
         )
-        self.tally = Tally(num_workers, len(self.fleet.actors), None)
+        self.tally = Tally(num_workers, len(self.fleet.hosts), None)
         self.engine = Engine(
             self.fleet,  # type: ignore[arg-type]
             self.schedule,
@@ -695,7 +695,7 @@ def test_what_was_built_is_rebuilt_in_order_before_anything_new(begin):
     rebuilt = [task_id for _, task_id in epoch.fleet.rebuilt]
     assert rebuilt[:10] == list(range(10))
     assert rebuilt == list(range(len(rebuilt)))
-    (process,) = epoch.fleet.actors
+    (process,) = epoch.fleet.hosts
     kinds = [message[0] for message in process.log]
     assert kinds.index("run") > kinds.index("replay")
 
@@ -1406,7 +1406,7 @@ class Story:
         kinds |= {self.moves: 2, self.refuses: 1, self.slow: 1, self.next_epoch: 0.7}
         (happens,) = self.rng.choices([*kinds], [*kinds.values()])
         goes_on = happens() is not False
-        for actor in self.fleet.actors:
+        for actor in self.fleet.hosts:
             if actor.may_come and not actor.is_dead and self.rng.random() < 0.3:
                 actor.comes()
         self.epoch.check()
@@ -1430,7 +1430,7 @@ class Story:
     def dies(self) -> None:
         """One process, or two at once. Not so often that a task becomes hopeless: it would end the epoch, rightly."""
         kills = max(self.epoch.schedule._kills.values(), default=0)
-        exits = [actor for actor in self.fleet.actors if actor.exits_at]
+        exits = [actor for actor in self.fleet.hosts if actor.exits_at]
         if exits or kills > DEATHS - 3 or len(self.fleet.killed) > 60:
             return
         for process in dict.fromkeys(self.any_process() for _ in range(self.rng.choice([1, 1, 2]))):
@@ -1439,7 +1439,7 @@ class Story:
                 process.dies()
 
     def exits(self) -> None:
-        waits = [actor for actor in self.fleet.actors if actor.exits_at or actor.is_dead]
+        waits = [actor for actor in self.fleet.hosts if actor.exits_at or actor.is_dead]
         if self.length and not waits and not self.epoch.schedule._kills:
             process = self.any_process()
             process.exits_at = {(self.number, self.rng.randrange(self.length))} - self.exited
@@ -1447,7 +1447,7 @@ class Story:
 
     def moves(self) -> None:
         worker_id = self.rng.randrange(self.num_workers)
-        process = self.rng.choice([Process(self.fleet), *self.fleet.actors])
+        process = self.rng.choice([Process(self.fleet), *self.fleet.hosts])
         if not self.fleet.forks and not process.lost and process is not self.fleet.process(worker_id):
             self.fleet.moves[worker_id] = process
 
@@ -1460,7 +1460,7 @@ class Story:
 
     def take(self) -> bool:
         self.fleet.new_runs = True
-        for actor in self.fleet.actors:
+        for actor in self.fleet.hosts:
             actor.runs = True
             if actor.may_come and not actor.is_dead:
                 actor.comes()

@@ -122,7 +122,7 @@ class World:
         for process in processes:
             process.answer = "hello"
         setups: list[Any] = [Setup(number) for number in range(len(nodes))]
-        self.fleet.actors = processes
+        self.fleet.hosts = processes
         self.fleet.workers = [
             Worker(setup, Journal(), process, everything) for setup, process in zip(setups, processes, strict=True)
         ]
@@ -234,7 +234,7 @@ def test_a_process_on_a_drained_node_works_on_until_another_has_come() -> None:
     assert world.hosts() == [stays, new, before[2]]
     assert (world.left, world.killed) == ([1], [goes])
     assert goes not in world.open
-    assert world.fleet.actors == world.hosts()
+    assert world.fleet.hosts == world.hosts()
     assert world.spread() == []
     assert len(world.new) == 1
 

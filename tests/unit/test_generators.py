@@ -17,7 +17,7 @@ from rayloader.errors import ReplayError
 from rayloader.namespaces import own_modules
 from rayloader.random import generators, search
 from rayloader.random.generator_kinds import engine, kind_of, make_generator, set_state, state_of
-from rayloader.random.generators import RECORDED, Generators, noting
+from rayloader.random.generators import RECORDED, Generators, collecting
 from rayloader.random.random_state import RandomState
 from rayloader.transport import codec
 
@@ -191,9 +191,9 @@ def test_children_that_share_what_they_were_seeded_with_have_the_state_that_was_
 def travelled(obj):
     """The object as a worker has it, and its generators."""
     encoded = codec.encode(obj, mapped=(), special=RECORDED)
-    with noting() as noted:
+    with collecting() as unpickled:
         copy = codec.decode(encoded.skeleton, encoded.buffers)
-    return copy, Generators({"dataset": copy}, noted)
+    return copy, Generators({"dataset": copy}, unpickled)
 
 
 @pytest.mark.parametrize("kind", KINDS)
