@@ -51,29 +51,33 @@ _LEAVES = {torch.Tensor, int, float, bool, str, bytes, np.ndarray}
 _LEAVES |= {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
 
 
-def collate_into(arena: ArenaWriter | None, collate_fn: Any = None, samples: Any = None) -> FreshTensors:
+def collate_into(arena: ArenaWriter | None, *, alone: bool = False) -> FreshTensors:
     """From here on, tensors that this thread stacks lie in slots of the arena, if they are large enough.
 
     Args:
         arena: None: memory of the worker's own.
-        collate_fn: the function to be called next, if known.
-        samples: its argument.
+        alone: until the next call, no code of the user's runs.
 
     Returns:
         A collection of the tensors made meanwhile, which keeps them, if only torch and this module refer to them.
     """
     fresh: FreshTensors = {}
-    _target.fresh = fresh if collate_fn is default_collate and _is_torchs_alone(samples) else None
+    _target.fresh = fresh if alone else None
     _target.arena = arena
     return fresh
 
 
-def _is_torchs_alone(samples: Any) -> bool:
-    """Whether `default_collate` of these samples runs torch's code and ours, and no other.
+def is_torchs(collate_fn: Any) -> bool:
+    """Whether it is `default_collate`, and that runs no function of the user's for torch's own types."""
+    return collate_fn is default_collate and default_collate_fn_map == _OURS and torch_is_itself()
+
+
+def are_torchs(samples: Any) -> bool:
+    """Whether `default_collate`, if it `is_torchs`, runs no code of the user's for these samples.
 
     The types of the first sample's parts decide which functions are called, and those check the types of all.
     """
-    if type(samples) is not list or not samples or default_collate_fn_map != _OURS or not torch_is_itself():
+    if type(samples) is not list or not samples:
         return False
     first = samples[0]
     kind = type(first)
@@ -113,12 +117,26 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
                 raise  # from a signal handler
             # Unequal samples, or too many dimensions: the error is raised below, where everything is in torch's order.
     nbytes = sum(tensor.numel() for tensor in batch) * elem.element_size()
+    out, memory = _new(elem, nbytes, (len(batch), *elem.size()))
+    return _stacked(batch, out, memory if dtype is not None and nbytes else None)
+
+
+def new_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Room for `count` rows of a plain tensor, as `stack` makes it."""
+    nbytes = count * tensor[:1].numel() * tensor.element_size()
+    out, memory = _new(tensor, nbytes, (count, *tensor.size()[1:]))
+    if nbytes:
+        _note(out, memory)
+    return out
+
+
+def _new(like: torch.Tensor, nbytes: int, size: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
+    """A tensor of this size, and the bytes of its storage, which cannot grow: in the arena, if there is room."""
+    arena = _target.arena
     room = arena.allocate(nbytes) if arena is not None and nbytes > arena.small else None
     memory: Any = np.empty(nbytes, np.uint8) if room is None else room
     raw = torch.from_numpy(memory).untyped_storage() if room is None else storage_over(room)
-    storage = typed_storage(wrap_storage=raw, dtype=elem.dtype)
-    out = elem.new(storage).resize_(len(batch), *elem.size())
-    return _stacked(batch, out, memory if dtype is not None and nbytes else None)
+    return like.new(typed_storage(wrap_storage=raw, dtype=like.dtype)).resize_(size), memory
 
 
 def _stacked(batch: Any, out: torch.Tensor, memory: Any) -> torch.Tensor:

@@ -26,7 +26,8 @@ from rayloader import _compat_datasets, fetching
 from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
 from rayloader.data.shard_info import Reader
 from rayloader.errors import ReplayError, add_note, exit_in_words
-from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
+from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
+from rayloader.host.whole_batches import SELECTS, whole_batch
 from rayloader.observe.histogram import pack
 from rayloader.protocol import ENDS, Replica, Result, ResultKind, Setup, carried
 from rayloader.random.generator_kinds import set_state
@@ -434,10 +435,17 @@ class HostedWorker:
             self._recorder.loaded = None
         try:
             left_out = skipped if setup.skip_errors else None
+            wanted, only_torchs = from_wire(Wire(*indices)), is_torchs(self._collate_fn)
+            if type(self._dataset) in SELECTS and only_torchs and setup.auto_collation:
+                fresh = collate_into(arena, alone=True)
+                if (batch := whole_batch(self._dataset, wanted)) is not None:
+                    self._fetched = time.perf_counter()
+                    return batch, len(wanted), fresh
+                collate_into(arena)
             with loading:
-                samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, from_wire(Wire(*indices)), left_out)
+                samples, count = fetching.fetch(self._fetcher, setup.dataset_kind, wanted, left_out)
             self._fetched = time.perf_counter()
-            fresh = collate_into(arena, self._collate_fn, samples)
+            fresh = collate_into(arena, alone=only_torchs and are_torchs(samples))
             return self._collate_fn(samples), count, fresh
         finally:
             collate_into(None)

@@ -23,7 +23,15 @@ from torch.utils.data._utils.collate import (
 )
 
 from rayloader._compat import no_torch_function
-from rayloader.host.collate import adopt_collate_fn_map, collate_into, floats, stack, whole_numbers
+from rayloader.host.collate import (
+    adopt_collate_fn_map,
+    are_torchs,
+    collate_into,
+    floats,
+    is_torchs,
+    stack,
+    whole_numbers,
+)
 from rayloader.transport import codec
 from rayloader.transport.arena import PAGE, Arena, ArenaWriter
 
@@ -39,6 +47,11 @@ def writer(monkeypatch):
     collate_into(opened)
     yield weakref.proxy(opened)
     collate_into(None)
+
+
+def into(arena, collate_fn, samples):
+    """As a worker that is about to collate these samples."""
+    return collate_into(arena, alone=is_torchs(collate_fn) and are_torchs(samples))
 
 
 def in_slot(writer, tensor):
@@ -286,7 +299,7 @@ def test_fresh_tensors_are_sent_as_those_that_are_looked_at(name):
     opened.small = 4096
     opened.begin(0)
     reference = default_collate(SAMPLES[name])
-    fresh = collate_into(opened, default_collate, SAMPLES[name])
+    fresh = into(opened, default_collate, SAMPLES[name])
     batch = default_collate(SAMPLES[name])
     encoded, looked_at = codec.encode(batch, fresh=fresh), codec.encode(batch)
     assert encoded.skeleton == looked_at.skeleton
@@ -297,7 +310,7 @@ def test_fresh_tensors_are_sent_as_those_that_are_looked_at(name):
 
 @pytest.mark.usefixtures("_workers_map")
 def test_images_and_labels_are_fresh():
-    fresh = collate_into(None, default_collate, SAMPLES["image and label"])
+    fresh = into(None, default_collate, SAMPLES["image and label"])
     images, labels = default_collate(SAMPLES["image and label"])
     assert [made.tensor for made in fresh.values()] == [images, labels]
     assert [made.memory.nbytes for made in fresh.values()] == [images.nbytes, labels.nbytes]
@@ -308,7 +321,7 @@ def test_an_int_that_is_too_large_raises_torchs_error():
     samples = [(torch.zeros(2), 2**63)]
     errors = []
     for collate_fn in (None, default_collate):
-        collate_into(None, collate_fn, samples)
+        into(None, collate_fn, samples)
         with pytest.raises((RuntimeError, ValueError)) as caught:  # ValueError from torch 2.13 on
             default_collate(samples)
         errors.append((caught.type, str(caught.value)))
@@ -318,7 +331,7 @@ def test_an_int_that_is_too_large_raises_torchs_error():
 @pytest.mark.usefixtures("_workers_map")
 def test_numbers_go_to_the_default_device():
     with torch.device("meta"):
-        fresh = collate_into(None, default_collate, [1, 2])
+        fresh = into(None, default_collate, [1, 2])
         assert default_collate([1, 2]).is_meta
     assert not fresh
 
@@ -332,14 +345,14 @@ class OneMore(TorchDispatchMode):
 @pytest.mark.usefixtures("_workers_map")
 def test_a_mode_sees_the_numbers_that_become_a_tensor():
     with OneMore():
-        collate_into(None, default_collate, [1, 2])
+        into(None, default_collate, [1, 2])
         assert default_collate([1, 2]).tolist() == [2, 3]
 
 
 @pytest.mark.usefixtures("_workers_map")
 def test_a_patch_of_torch_makes_the_numbers(monkeypatch):
     monkeypatch.setattr(torch, "tensor", lambda *args, **named: torch.as_tensor(*args, **named) + 5)
-    collate_into(None, default_collate, [1, 2])
+    into(None, default_collate, [1, 2])
     assert default_collate([1, 2]).tolist() == [6, 7]
 
 
@@ -410,7 +423,7 @@ def test_what_the_users_code_may_have_had_is_not_fresh(name):
     """With samples that run the user's code, all is as with a `collate_fn` of the user's."""
     found = []
     for collate_fn in (None, default_collate):
-        fresh = collate_into(None, collate_fn, USERS[name])
+        fresh = into(None, collate_fn, USERS[name])
         try:
             found.append(repr(default_collate(USERS[name])))
         except Exception as error:
@@ -425,7 +438,7 @@ def test_what_the_users_code_may_have_had_is_not_fresh(name):
 def test_what_functions_of_the_users_make_is_not_fresh(change):
     if change == "own function in the map":
         default_collate_fn_map[Fraction] = own
-    fresh = collate_into(None, default_collate if change == "own function in the map" else own, [1, 2, 3])
+    fresh = into(None, default_collate if change == "own function in the map" else own, [1, 2, 3])
     labels = default_collate([1, 2, 3])
     assert not fresh
     assert labels.resize_(4).tolist()[:3] == [1, 2, 3]  # as torch's, which has a storage of its own

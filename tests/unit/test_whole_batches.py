@@ -1,0 +1,164 @@
+"""Whole batches of torch's own datasets are what their samples, collated, are."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from rayloader import DataLoader
+from rayloader.host import whole_batches
+from rayloader.host.whole_batches import whole_batch
+
+LENGTH = 40
+
+
+@pytest.fixture(autouse=True)
+def few_samples_are_enough(monkeypatch):
+    monkeypatch.setattr(whole_batches, "FEWEST", 1)
+
+
+IMAGES = torch.arange(LENGTH * 3 * 4 * 5, dtype=torch.float32).reshape(LENGTH, 3, 4, 5)
+LABELS = torch.arange(LENGTH)
+PAIRS = TensorDataset(IMAGES, LABELS)
+
+
+def order(kind, length=LENGTH):
+    chosen = random.Random(1).sample(range(length), 30)
+    return {
+        "list": chosen,
+        "tuple": tuple(chosen),
+        "range": range(3, 33),
+        "tensor": torch.tensor(chosen),
+        "array": np.array(chosen),
+    }[kind]
+
+
+WHOLE = {
+    "tensors": PAIRS,
+    "one tensor": TensorDataset(LABELS),
+    "a tensor itself": IMAGES,
+    "strides": TensorDataset(IMAGES.to(memory_format=torch.channels_last), IMAGES.transpose(1, 3), LABELS.flip(0)),
+    "expanded": TensorDataset(torch.ones(1, 3).expand(LENGTH, 3)),
+    "no items": TensorDataset(torch.empty(LENGTH, 0), LABELS),
+    **{f"{dtype}": TensorDataset(LABELS.to(dtype)) for dtype in (torch.bool, torch.uint8, torch.int16, torch.float16)},
+    **{f"a subset by {kind}": Subset(PAIRS, order(kind)) for kind in ("list", "tuple", "range", "tensor", "array")},
+    "a subset of a subset": Subset(Subset(PAIRS, order("list")), list(range(29, -1, -1))),
+    "a tuple of datasets": StackDataset(PAIRS, LABELS, Subset(PAIRS, list(range(LENGTH)))),
+    "a dict of datasets": StackDataset(label=LABELS, image=Subset(TensorDataset(IMAGES), list(range(LENGTH)))),
+    "datasets after each other": ConcatDataset([PAIRS, PAIRS, TensorDataset(IMAGES[:1], LABELS[:1])]),
+    "dicts after each other": ConcatDataset([StackDataset(a=LABELS, b=IMAGES), StackDataset(a=LABELS, b=IMAGES)]),
+    "nested": ConcatDataset([Subset(ConcatDataset([PAIRS, PAIRS]), order("list", 80)), PAIRS]),
+}
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index):
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def with_own_getitems():
+    dataset = TensorDataset(LABELS)
+    dataset.__getitems__ = lambda indices: [(LABELS[0],)] * len(indices)
+    return dataset
+
+
+BY_SAMPLE = {
+    "a subclass": Doubled(LABELS),
+    "a subclass within": Subset(Doubled(LABELS), list(range(LENGTH))),
+    "a list": Subset(list(range(LENGTH)), list(range(LENGTH))),
+    "arrays": StackDataset(np.zeros((LENGTH, 2)), LABELS),
+    "a tensor of another class": TensorDataset(LABELS.clone().as_subclass(Marked)),
+    "a parameter": TensorDataset(torch.nn.Parameter(IMAGES.clone(), requires_grad=False)),
+    "gradients": TensorDataset(IMAGES.clone().requires_grad_()),
+    "sparse": TensorDataset(torch.eye(LENGTH).to_sparse()),
+    "complex": TensorDataset(torch.zeros(LENGTH, dtype=torch.complex64)),
+    "other types after each other": ConcatDataset([TensorDataset(LABELS), TensorDataset(LABELS.float())]),
+    "other shapes after each other": ConcatDataset([TensorDataset(IMAGES), TensorDataset(LABELS)]),
+    "more items after each other": ConcatDataset([PAIRS, TensorDataset(IMAGES, LABELS, LABELS)]),
+    "other names after each other": ConcatDataset([StackDataset(a=LABELS), StackDataset(b=LABELS)]),
+    "indices that are no whole numbers": Subset(PAIRS, [torch.tensor(3)] * LENGTH),
+    "methods of its own": with_own_getitems(),
+}
+
+
+def by_sample(dataset, indices):
+    return _MapDatasetFetcher(dataset, True, default_collate, False).fetch(indices)
+
+
+def check_equal(found, expected):
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        found, expected = list(found.values()), list(expected.values())
+    if isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            check_equal(one, other)
+    else:
+        assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_batch_is_that_of_its_samples(name):
+    dataset = WHOLE[name]
+    chosen = random.Random(2)
+    for size in (1, 2, 7, 50):
+        indices = [chosen.randrange(len(dataset)) for _ in range(size)]
+        check_equal(whole_batch(dataset, indices), by_sample(dataset, indices))
+
+
+@pytest.mark.parametrize("name", BY_SAMPLE)
+def test_what_is_not_certain_is_asked_for_by_sample(name):
+    assert whole_batch(BY_SAMPLE[name], [LENGTH - 1, 0, LENGTH % len(BY_SAMPLE[name])]) is None
+
+
+@pytest.mark.parametrize("name", ["tensors", "a subset by list", "a dict of datasets", "datasets after each other"])
+@pytest.mark.parametrize("indices", [[], [0, -1], [0, 10**6], [0, 2**70], [0, True], [torch.tensor(0)], (0, 1), 0])
+def test_indices_that_are_unusual_are_the_datasets_own_matter(name, indices):
+    assert whole_batch(WHOLE[name], indices) is None
+
+
+def test_methods_that_the_program_has_replaced_are_called(monkeypatch):
+    assert whole_batch(PAIRS, [1]) is not None
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: (index,))
+    assert whole_batch(PAIRS, [1]) is None
+
+
+def test_few_samples_are_asked_for_one_by_one(monkeypatch):
+    monkeypatch.undo()
+    assert whole_batch(PAIRS, [0] * (whole_batches.FEWEST - 1)) is None
+    assert whole_batch(PAIRS, [0] * whole_batches.FEWEST) is not None
+
+
+def test_a_batch_is_no_view_of_the_dataset():
+    batch = whole_batch(IMAGES, list(range(LENGTH)))
+    batch.zero_()
+    assert IMAGES[1].any()
+
+
+@pytest.mark.parametrize("collate_fn", [None, default_collate, by_sample])
+def test_a_loader_takes_whole_batches_with_the_default_collate(collate_fn, monkeypatch):
+    monkeypatch.setattr("rayloader.host.worker.whole_batch", lambda dataset, indices: ["a whole batch", *indices])
+    own = {"collate_fn": len} if collate_fn is by_sample else {"collate_fn": collate_fn}
+    batches = list(DataLoader(PAIRS, 4, num_workers=1, workers="fork", **own))
+    assert batches[0] == (4 if collate_fn is by_sample else ["a whole batch", 0, 1, 2, 3])
+
+
+def test_errors_are_those_of_the_samples():
+    loader = DataLoader(Subset(PAIRS, [0, 1, 99]), 3, num_workers=1, workers="fork")
+    with pytest.raises(IndexError, match=r"Caught IndexError in DataLoader worker process 0[\s\S]*out of bounds"):
+        list(loader)
+
+
+def test_all_methods_are_watched():
+    assert {(kind.__name__, name) for kind, name, _ in whole_batches._METHODS} >= {
+        (kind, "__getitem__") for kind in ("TensorDataset", "StackDataset", "Subset", "ConcatDataset")
+    }
