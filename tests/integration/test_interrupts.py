@@ -76,7 +76,7 @@ POINTS_OF_NEXT = [
         for name in KINDS
         for error in (KeyboardInterrupt, Alarm)
         # Where next() draws, an Exception that a handler raises is the sampler's error: see NOTE [interrupts], rule 6.
-        if error is KeyboardInterrupt or not name.endswith("each waited for")
+        if error is KeyboardInterrupt or name not in ("each waited for", "iterable", "pinned, each waited for")
     ),
 ]
 
