@@ -174,27 +174,16 @@ def _check_dispatch(source: DataLoader[Any]) -> None:
             )
 
 
-class _Watched:
-    """A method of torch's DataLoader that its constructor calls, and torchdata's too, which does not call torch's.
-
-    It notices loaders whose `num_workers` was read from a loader of ours, and adds no frame between torch and its
-    caller: torch's warnings name the same lines as before.
-    """
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    def __get__(self, loader: Any, loader_class: type) -> Any:
-        if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
-            source = loader.num_workers.loader()
-            if source is not None and source._ranks is not None:
-                check_once(loader._index_sampler)
-                _check_dispatch(source)
-            if (same := source_of(loader.num_workers, loader.dataset)()) is not None:
-                same._read_anew = True
-            if not adopted.is_adopted(loader):
-                _warn_once(type(loader))
-        return self._method.__get__(loader, loader_class)
+def note_rebuilt(loader: Any) -> None:
+    """A loader of another class is being made whose `num_workers` was read from a loader of ours."""
+    source = loader.num_workers.loader()
+    if source is not None and source._ranks is not None:
+        check_once(loader._index_sampler)
+        _check_dispatch(source)
+    if (same := source_of(loader.num_workers, loader.dataset)()) is not None:
+        same._read_anew = True
+    if not adopted.is_adopted(loader):
+        _warn_once(type(loader))
 
 
 def _warn_once(loader_class: type) -> None:
@@ -205,10 +194,5 @@ def _warn_once(loader_class: type) -> None:
             f"a rayloader.DataLoader was rebuilt as {loader_class.__module__}.{loader_class.__qualname__}: its "
             "batches now come from torch's workers, without the seeding, recovery and checkpoints of rayloader; call "
             "rayloader.patch() at the start of the program, so that frameworks create rayloader's loaders",
-            stacklevel=4,
+            stacklevel=5,
         )
-
-
-TorchDataLoader.check_worker_number_rationality = _Watched(  # type: ignore[assignment,method-assign]
-    TorchDataLoader.check_worker_number_rationality
-)

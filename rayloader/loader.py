@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
-from rayloader.data.cached import cache_in
 from rayloader.errors import StateError, shorten
 from rayloader.observe.recorder import Recorder, cpus
 from rayloader.observe.stats import LoaderStats, verdict
@@ -40,8 +39,8 @@ from rayloader.options import (
     check_remote_args,
     check_types,
     checked_num_workers,
+    target_of,
 )
-from rayloader.readers import EarlierState, ReadAhead, find_reader
 from rayloader.resume import checkpoint
 from rayloader.resume.position import StepLog
 from rayloader.resume.ranks import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
@@ -50,11 +49,22 @@ from rayloader.resume.skips import Given
 from rayloader.resume.state import State
 from rayloader.workers import ray_use  # noqa: F401  # which notes forks from now on
 
+if TYPE_CHECKING:
+    from rayloader.readers import EarlierState
+
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
     _TorchLoaderOf = TorchDataLoader
 else:  # versions of torch differ in the number of its class's type parameters, which mean nothing at run time
     _TorchLoaderOf = {_T_co: TorchDataLoader}
+
+
+# Modules whose code has habits when it reads a loader: see `readers.py`.
+_READERS = {
+    "lightning.pytorch.loops.fetchers",
+    "pytorch_lightning.loops.fetchers",
+    "ray.train.torch.train_loop_utils",
+}
 
 
 class WorkerCount(int):
@@ -64,6 +74,29 @@ class WorkerCount(int):
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
+
+
+class _Watched:
+    """A method of torch's DataLoader that its constructor calls, and torchdata's too, which does not call torch's.
+
+    It notices loaders whose `num_workers` was read from a loader of ours, and adds no frame between torch and its
+    caller: torch's warnings name the same lines as before.
+    """
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __get__(self, loader: Any, loader_class: type) -> Any:
+        if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
+            from rayloader.frameworks import note_rebuilt
+
+            note_rebuilt(loader)
+        return self._method.__get__(loader, loader_class)
+
+
+TorchDataLoader.check_worker_number_rationality = _Watched(  # type: ignore[assignment,method-assign]
+    TorchDataLoader.check_worker_number_rationality
+)
 
 
 def no_loader() -> None:
@@ -347,13 +380,12 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             if self._ranks is not None:
                 finished = self._state is None and self._position is not None and self._position.finished
                 self._same_order.begins(self._index_sampler, finished=finished)
-            reader = find_reader()
-            if reader is not None and self.skip_steps is not None:
-                reader.note_skips()
-            self._before = None if reader is None else EarlierState()
-            if self._before is None or reader is None:
+            self._before = None
+            if _READERS.isdisjoint(sys.modules):
                 return self._new_iterator()
-            return cast(BaseIterator, ReadAhead(self, self._before, reader))
+            from rayloader.readers import read
+
+            return cast(BaseIterator, read(self))
         except KeyboardInterrupt as error:
             shorten(error, says_all=True)
             raise
@@ -447,6 +479,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
             print(loader.stats())
         """
+        from rayloader.data.cached import cache_in
+
         epoch, whole = self._recorder.tell()
         iterator = self.live_iterator
         stats = LoaderStats(
@@ -604,13 +638,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             ReplayError: another batch came than in the run.
             Exception: raised by the dataset, as in the run.
         """
-        from rayloader.epoch.to_device import device_of, moved_here
         from rayloader.replay.rebuild import known_of, rebuilt_in_fork
 
         states, found = known_of(self, epoch, step, state, log)
         batch = rebuilt_in_fork(self, states, epoch, step, found).batch
-        target = device_of(self.device)
-        return batch if target is None else moved_here(batch, target[0])
+        if (target := target_of(self.device)) is None:
+            return batch
+        from rayloader.gpu.to_device import moved_here
+
+        return moved_here(batch, target[0])
 
     def _sign_num_workers(self) -> None:
         if isinstance(self.num_workers, int):

@@ -281,6 +281,21 @@ def check_device(device: Any) -> None:
         raise ValueError(f"device must name one that torch knows, got {device!r}; torch says: {error}") from None
 
 
+def target_of(device: Any) -> tuple[torch.device, Any] | None:
+    """The device to which a loader moves its batches; None if they stay where they are. See `gpu/to_device.py`.
+
+    Raises:
+        ValueError: torch knows no such device, or it is not here.
+        TypeError: it is neither a name nor a device, nor None.
+    """
+    check_device(device)
+    if device is None or torch.device(device).type == "cpu":
+        return None
+    from rayloader.gpu.to_device import device_of
+
+    return device_of(device)
+
+
 def _check_provenance(path: Any) -> None:
     if path is not None and not (isinstance(path, (str, os.PathLike)) and os.fspath(path)):
         raise TypeError(f"provenance must be the path of a file or of a folder, or None, got {path!r}")

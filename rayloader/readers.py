@@ -109,7 +109,7 @@ class LightningReader(FrameworkReader):
                 "runs no validation there, saves no checkpoint that depends on it, and drops gradients that are "
                 "accumulated by then. Return None from training_step() for such a batch in place of skip_steps, or "
                 "leave all this to the program",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def reads(self, iterator: ReadAhead) -> None:
@@ -159,6 +159,17 @@ def find_reader() -> FrameworkReader | None:
         elif fetcher is not None and issubclass(kind, loops):
             return LightningReader(fetcher, caller)
     return None if fetcher is None else LightningReader(fetcher, None)
+
+
+def read(loader: Any) -> Iterator[Any]:
+    """A new iterator of a loader, for whoever requests it."""
+    reader = find_reader()
+    if reader is None:
+        return loader._new_iterator()  # type: ignore[no-any-return]
+    if loader.skip_steps is not None:
+        reader.note_skips()
+    loader._before = EarlierState()
+    return ReadAhead(loader, loader._before, reader)
 
 
 class EarlierState:

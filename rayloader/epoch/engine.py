@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayloader import fetching
-from rayloader.epoch.ahead import AheadThread, Preparation, opened
+from rayloader.epoch.ahead import AheadThread, Delivery, Preparation, opened
 from rayloader.epoch.draws import Draws
 from rayloader.epoch.messages import (
     BatchTaken,
@@ -56,7 +56,6 @@ from rayloader.epoch.reports import (
     worker_died,
 )
 from rayloader.epoch.schedule import Schedule
-from rayloader.epoch.to_device import Delivery
 from rayloader.errors import RayloaderError, RaySessionError, SkipLimitError, WorkerDiedError
 from rayloader.interrupts import Changes, change, interrupted
 from rayloader.observe.histogram import Spent

@@ -31,13 +31,13 @@ from rayloader._compat import (
     sharding_worker_init_fn,
 )
 from rayloader.data.shard_info import ranks_told
+from rayloader.epoch.ahead import Delivery
 from rayloader.epoch.depth import MAX_DEPTH, Pace
 from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.hosts import fleet_for, loaders
 from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
-from rayloader.epoch.to_device import Moved, delivery_of, device_of
 from rayloader.errors import (
     RayloaderError,
     SkipLimitError,
@@ -46,7 +46,7 @@ from rayloader.errors import (
     shorten,
     warning_at_the_users_line,
 )
-from rayloader.options import Options
+from rayloader.options import Options, target_of
 from rayloader.protocol import Replica, Setup
 from rayloader.resume.checkpoint import goes_on, new_position, read_skips
 from rayloader.resume.journal import Resumed
@@ -131,6 +131,15 @@ def plan_epoch(
     return EpochPlan(begin, not lives, elastic, goes_on, carries_over=not options.dynamic)
 
 
+def _delivery_of(target: Any, ahead: int, pins_for: str | None) -> Delivery:
+    """What is done to the batches of an epoch."""
+    if target is None and pins_for is None:
+        return Delivery()
+    from rayloader.gpu.to_device import delivery_of
+
+    return delivery_of(target, ahead, pins_for)
+
+
 class EpochIterator(OfOneProcess, BaseIterator):
     """Iterates over a loader's batches, as torch's iterators do.
 
@@ -147,7 +156,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._pid = os.getpid()
         self._skips = skips  # what it skips in place of the loader's `skip_steps`
         self._options = Options.of(loader)  # before torch draws anything
-        self._target = device_of(self._options.device)
+        self._target = target_of(self._options.device)
         log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
@@ -188,9 +197,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         """Begins an epoch. Persistent workers first finish the tasks submitted to them before, as torch's do."""
         loader = loader if self._adopted is None else self._adopted
         if not first_iter:  # the program may have set another one, or another may be the current one
-            self._target = device_of(loader.device)
+            self._target = target_of(loader.device)
         pins_for = self._pin_memory_device if self._pin_memory else None
-        self._delivery = delivery_of(self._target, self._options.prefetch_to_device, pins_for)
+        self._delivery = _delivery_of(self._target, self._options.prefetch_to_device, pins_for)
         plan = self._end_epoch(first_iter)
         try:
             if plan.starts_workers:
@@ -391,9 +400,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             if not self._persistent_workers:
                 self._release()
             raise StopIteration
-        data = task.data
-        if isinstance(data, Moved):
-            data = data.handed_over()
+        data = self._delivery.handed_over(task.data)
         if isinstance(data, ExceptionWrapper):
             try:
                 data.reraise()

@@ -27,9 +27,8 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed
 from rayloader.data.shard_info import Reader, ranks_told
-from rayloader.epoch.to_device import device_of, moved_here, pinned
 from rayloader.errors import ReplayError, SkipLimitError
-from rayloader.options import Options
+from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
 from rayloader.resume.digest import chain, digest, digest_of, of_error
@@ -67,7 +66,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
-        self._target = device_of(self._options.device)
+        self._target = target_of(self._options.device)
         log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
@@ -263,8 +262,14 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 outcome = Outcome.SKIPPED
                 return fetching.NOTHING
             if self._pin_memory:
+                from rayloader.gpu.to_device import pinned
+
                 data = pinned(data, self._pin_memory_device)
-            return data if self._target is None else moved_here(data, self._target[0])
+            if self._target is None:
+                return data
+            from rayloader.gpu.to_device import moved_here
+
+            return moved_here(data, self._target[0])
         except fetching.NothingLeft:
             outcome = Outcome.EMPTY
             return fetching.NOTHING
