@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from rayloader.data.cached import CachedDataset as CachedDataset
     from rayloader.data.cached import cached as cached
     from rayloader.data.parquet import ParquetStream as ParquetStream
-    from rayloader.data.shard_info import ShardInfo as ShardInfo
-    from rayloader.data.shard_info import get_shard_info as get_shard_info
     from rayloader.data.shared_list import SharedList as SharedList
     from rayloader.frameworks import Patch as Patch
     from rayloader.frameworks import patch as patch
+    from rayloader.host.shard_info import ShardInfo as ShardInfo
+    from rayloader.host.shard_info import get_shard_info as get_shard_info
     from rayloader.observe.progress_bar import progress as progress
     from rayloader.observe.stats import CacheStats as CacheStats
     from rayloader.observe.stats import LoaderStats as LoaderStats
@@ -47,11 +47,11 @@ _PARTS = {
     "LoaderStats": "observe.stats",
     "ParquetStream": "data.parquet",
     "Patch": "frameworks",
-    "ShardInfo": "data.shard_info",
+    "ShardInfo": "host.shard_info",
     "SharedList": "data.shared_list",
     "SharedLoader": "sharing.shares",
     "cached": "data.cached",
-    "get_shard_info": "data.shard_info",
+    "get_shard_info": "host.shard_info",
     "patch": "frameworks",
     "progress": "observe.progress_bar",
     "share": "sharing.shares",

@@ -22,8 +22,8 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from rayloader._compat import BaseIterator, MultiProcessIterator, SingleProcessIterator
-from rayloader.epoch.local import LocalIterator, OfOneProcess
-from rayloader.errors import level_outside
+from rayloader.epoch.local import LocalIterator
+from rayloader.errors import OfOneProcess, level_outside
 from rayloader.loader import DataLoader, no_loader
 from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments, check, checked_num_workers

@@ -176,3 +176,13 @@ def private_names_of(package: str) -> Iterator[None]:
             f"rayloader does not work with {package} {installed}, which lacks a private name that it uses ({error}); "
             f"install a version that it was tested with, {TESTED[package]}, or a newer rayloader"
         ) from error
+
+
+class OfOneProcess:
+    """An iterator that cannot be sent to another process; raises torch's error, with a text that helps."""
+
+    def __getstate__(self) -> object:
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be pickled: an iterator of a DataLoader belongs to one process; pass on the "
+            "loader in its place and call iter() there, or drop it in __getstate__ of the object that holds it"
+        )

@@ -24,8 +24,6 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from rayloader._compat import BaseIterator
 from rayloader.errors import StateError, shorten
 from rayloader.observe.recorder import Recorder, cpus
-from rayloader.observe.stats import LoaderStats, verdict
-from rayloader.observe.trace import Tracing
 from rayloader.options import (
     PREFETCH_BYTES,
     AutomaticPrefetch,
@@ -50,6 +48,8 @@ from rayloader.resume.state import State
 from rayloader.workers import ray_use  # noqa: F401  # which notes forks from now on
 
 if TYPE_CHECKING:
+    from rayloader.observe.stats import LoaderStats
+    from rayloader.observe.trace import Tracing
     from rayloader.readers import EarlierState
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -480,6 +480,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             print(loader.stats())
         """
         from rayloader.data.cached import cache_in
+        from rayloader.observe.stats import LoaderStats, verdict
 
         epoch, whole = self._recorder.tell()
         iterator = self.live_iterator

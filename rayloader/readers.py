@@ -139,7 +139,7 @@ class LightningReader(FrameworkReader):
 
 
 def _wrapped_by_train() -> tuple[type, ...]:
-    if "ray" not in sys.modules:
+    if "ray.train.torch.train_loop_utils" not in sys.modules:
         return ()
     from rayloader.actors._compat_ray import wrapped_loader_classes
 

@@ -60,7 +60,6 @@ from rayloader.errors import RayloaderError, RaySessionError, SkipLimitError, Wo
 from rayloader.interrupts import Changes, change, interrupted
 from rayloader.observe.histogram import Spent
 from rayloader.observe.recorder import Tally
-from rayloader.observe.stats import SlowBatch
 from rayloader.options import Options
 from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
 from rayloader.resume.journal import Resumed
@@ -625,7 +624,7 @@ class Engine:
     def _name(self, worker: Worker, task: Task, lane: str, spent: Spent) -> None:
         """Notes a batch that may be one of the slowest, or is traced, with its indices."""
         indices = indices_of(task, at_most=64)
-        self._tally.note_slow(SlowBatch(task.task_id, int(spent.worker_id), spent.build, indices))
+        self._tally.note_slow((task.task_id, int(spent.worker_id), spent.build, indices))
         if (trace := self._tally.trace) is not None:
             trace.built(worker.host.created_at, lane.startswith("line"), task.task_id, indices, spent)
 

@@ -30,15 +30,14 @@ from rayloader._compat import (
     profiler_enabled,
     sharding_worker_init_fn,
 )
-from rayloader.data.shard_info import ranks_told
 from rayloader.epoch.ahead import Delivery
 from rayloader.epoch.depth import MAX_DEPTH, Pace
 from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.hosts import fleet_for, loaders
-from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
 from rayloader.errors import (
+    OfOneProcess,
     RayloaderError,
     SkipLimitError,
     WorkerDiedError,
@@ -46,6 +45,7 @@ from rayloader.errors import (
     shorten,
     warning_at_the_users_line,
 )
+from rayloader.host.shard_info import ranks_told
 from rayloader.options import Options, target_of
 from rayloader.protocol import Replica, Setup
 from rayloader.resume.checkpoint import goes_on, new_position, read_skips

@@ -26,8 +26,8 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed
-from rayloader.data.shard_info import Reader, ranks_told
-from rayloader.errors import ReplayError, SkipLimitError
+from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError
+from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
@@ -38,16 +38,6 @@ from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import end_again, has_state, load_state
 from rayloader.resume.state import State, Stream
 from rayloader.task import Outcome, Task
-
-
-class OfOneProcess:
-    """An iterator that cannot be sent to another process; raises torch's error, with a text that helps."""
-
-    def __getstate__(self) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be pickled: an iterator of a DataLoader belongs to one process; pass on the "
-            "loader in its place and call iter() there, or drop it in __getstate__ of the object that holds it"
-        )
 
 
 class LocalIterator(OfOneProcess, SingleProcessIterator):

@@ -20,7 +20,7 @@ from rayloader._compat import (
     torch_is_itself,
     typed_storage,
 )
-from rayloader.data.rows import Row, collate_rows
+from rayloader.fetching import collates
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.codec import Fresh
 from rayloader.transport.raw import NUMPYS, storage_over
@@ -73,7 +73,7 @@ def _is_torchs_alone(samples: Any) -> bool:
 
     The types of the first sample's parts decide which functions are called, and those check the types of all.
     """
-    if type(samples) is not list or not samples or default_collate_fn_map != _OURS or not torch_is_itself():
+    if type(samples) is not list or not samples or default_collate_fn_map != collates or not torch_is_itself():
         return False
     first = samples[0]
     kind = type(first)
@@ -169,7 +169,7 @@ def _note(tensor: torch.Tensor, memory: Any) -> None:
 
 # Replacements of torch's functions.
 _INSTEAD = {collate_tensor_fn: stack, collate_int_fn: whole_numbers, collate_float_fn: floats}
-_OURS = {**{key: _INSTEAD.get(function, function) for key, function in _FIRST.items()}, Row: collate_rows}
+collates.update({key: _INSTEAD.get(function, function) for key, function in _FIRST.items()})
 
 
 # NOTE [no shared memory in collate]

@@ -20,7 +20,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import rayloader
 from rayloader import adopted, frameworks
 from rayloader._compat import BaseIterator, DatasetKind, MultiProcessIterator, SingleProcessIterator
-from rayloader.epoch.local import LocalIterator, OfOneProcess
+from rayloader.epoch.local import LocalIterator
+from rayloader.errors import OfOneProcess
 from rayloader.loader import WorkerCount
 from rayloader.observe.recorder import Recorder
 from rayloader.options import AutomaticPrefetch, OwnArguments
