@@ -39,18 +39,17 @@ from rayloader.options import (
     checked_num_workers,
     target_of,
 )
-from rayloader.resume import checkpoint
-from rayloader.resume.position import StepLog
-from rayloader.resume.ranks import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
-from rayloader.resume.samplers import note_first_attributes
-from rayloader.resume.skips import Given
-from rayloader.resume.state import State
+from rayloader.resume.samplers import SHARDS, chain_of, note_first_attributes, tell_epoch
 from rayloader.workers import ray_use  # noqa: F401  # which notes forks from now on
 
 if TYPE_CHECKING:
     from rayloader.observe.stats import LoaderStats
     from rayloader.observe.trace import Tracing
     from rayloader.readers import EarlierState
+    from rayloader.resume.position import StepLog
+    from rayloader.resume.ranks import Ranks
+    from rayloader.resume.skips import Given
+    from rayloader.resume.state import State
 
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
@@ -65,6 +64,9 @@ _READERS = {
     "pytorch_lightning.loops.fetchers",
     "ray.train.torch.train_loop_utils",
 }
+
+
+_OF_RANK = ("num_replicas", "rank", "seed")
 
 
 class WorkerCount(int):
@@ -305,7 +307,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         # The loader from which a framework has rebuilt this one; and whether such a rebuilt one was read since.
         self._source = source_of(num_workers, dataset)
         self._read_anew = False
-        self._same_order = SameOrder()
         self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' copies not yet
         self.workers: Workers = workers
         self.ray_remote_args = ray_remote_args
@@ -327,20 +328,23 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self.prefetch_to_device = prefetch_to_device
         self.skip_steps = skip_steps
         self.provenance = provenance
-        ranks = ranks_of(num_replicas, rank, seed)
-        order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
-        if ranks is not None:
-            self.num_replicas, self.rank, self.seed = ranks
-            before = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
-            own = before._index_sampler if before is not None and before._ranks == ranks else None
-            order = of_rank(order, ranks, own)
-        self._ranks = ranks
+        if num_replicas is not None or rank is not None or type(seed) is not int or seed:
+            from rayloader.resume.ranks import Order, SameOrder, of_rank, ranks_of
+
+            if (ranks := ranks_of(num_replicas, rank, seed)) is not None:
+                self.num_replicas, self.rank, self.seed = ranks
+                before = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
+                own = before._index_sampler if before is not None and before._ranks == ranks else None
+                order = of_rank(Order(dataset, shuffle, sampler, batch_sampler, drop_last), ranks, own)
+                _, shuffle, sampler, batch_sampler, _ = order
+                self._same_order = SameOrder()
+            self._ranks = ranks
         super().__init__(
             dataset,  # type: ignore[arg-type]  # torch takes sequences too, and does not say so
             batch_size,
-            order.shuffle,
-            order.sampler,
-            order.batch_sampler,
+            shuffle,
+            sampler,
+            batch_sampler,
             num_workers,
             collate_fn,
             pin_memory,
@@ -354,7 +358,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if isinstance(self.batch_sampler, Shard):
+        if type(self.batch_sampler) in SHARDS:
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for a sampler whose epoch they set
         check(self)
         note_first_attributes(self)
@@ -370,7 +374,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({dataset}{arguments})"
 
     def __setattr__(self, attr: str, val: Any) -> None:
-        if attr in Ranks._fields and self._ranks is not None:
+        if attr in _OF_RANK and self._ranks is not None:
             raise ValueError(f"{attr} attribute should not be set after {type(self).__name__} is initialized")
         super().__setattr__(attr, val)
 
@@ -540,7 +544,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         """
         if callable(getattr(self.dataset, "set_epoch", None)):
             self._dataset_epoch = epoch
-        tell_epoch([*chain_of(self._index_sampler, until=Shard), self.dataset], epoch)  # a shard tells what it wraps
+        tell_epoch(
+            [*chain_of(self._index_sampler, until=tuple(SHARDS)), self.dataset], epoch
+        )  # a shard tells what it wraps
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the user in this loader's stream of batches.
@@ -566,6 +572,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
     def _tell_state(self) -> dict[str, Any]:
         """The position after the last batch that was drawn from this loader."""
+        from rayloader.resume import checkpoint
+
         if self._state is not None:
             return checkpoint.still(self, self._state)
         iterator = self.live_iterator
@@ -601,6 +609,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         Raises:
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
+        from rayloader.resume import checkpoint
+        from rayloader.resume.state import State
+
         if isinstance(state_dict, list):
             self._state = checkpoint.load(self, [State.load(one) for one in state_dict])
         else:

@@ -14,14 +14,16 @@ import sys
 import warnings
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.errors import level_outside
-from rayloader.resume.skips import Given, steps_in
 from rayloader.transport.lanes import switched_off
+
+if TYPE_CHECKING:
+    from rayloader.resume.skips import Given
 
 # Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
 # each of sixteen workers, and little compared with what training takes. More would only hide longer pauses of workers.
@@ -183,7 +185,10 @@ def check(loader: Any) -> None:
         if not is_whole(value := getattr(loader, name)) or value < 0:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
     check_device(loader.device)
-    steps_in(loader.skip_steps)
+    if loader.skip_steps is not None:
+        from rayloader.resume.skips import steps_in
+
+        steps_in(loader.skip_steps)
     _check_provenance(loader.provenance)
     _check_prefetch_to_device(loader.prefetch_to_device, loader.device)
     steps = loader.snapshot_every_n_steps

@@ -33,7 +33,7 @@ from rayloader.data.paths import check_alike, data_files, partitioning_of, paths
 from rayloader.data.rows import Row
 from rayloader.errors import RayloaderError, StateError
 from rayloader.host.shard_info import ShardInfo, get_shard_info
-from rayloader.resume.ranks import trains_in_a_group
+from rayloader.resume.samplers import trains_in_a_group
 
 logger = logging.getLogger("rayloader")
 

@@ -30,14 +30,15 @@ from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError
 from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
-from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
+from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, restore_random
 from rayloader.resume.digest import chain, digest, digest_of, of_error
 from rayloader.resume.drawn import drawn
+from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming
-from rayloader.resume.skips import SkipSteps
+from rayloader.resume.saved import move_to
 from rayloader.resume.snapshot import end_again, has_state, load_state
 from rayloader.resume.state import State, Stream
-from rayloader.task import Outcome, Task
+from rayloader.task import NothingSkipped, Outcome, Task
 
 
 class LocalIterator(OfOneProcess, SingleProcessIterator):
@@ -54,7 +55,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     last_task: Task
 
-    def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
+    def __init__(self, loader: Any, state: State | None, skips: NothingSkipped | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = target_of(self._options.device)
         log = None if skips is not None else loader.opened_log()  # what is built again was logged before
@@ -65,7 +66,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         position.log = log
         if saved is None:
             position.begins(False)
-            read_skips(loader, position, skips)
+            position.read_skips(loader, skips)
         # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
         BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -93,9 +94,9 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._settle()
             self._iterate(Stream(begin))
         else:
-            self._sampler_iter = position.unpack(saved)
+            self._sampler_iter = move_to(position, saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
-            read_skips(loader, position, skips)
+            position.read_skips(loader, skips)
             self._num_yielded = position.delivered
             self._settle()
             self._go_on(Stream() if saved.stream is None else replace(saved.stream))

@@ -26,10 +26,11 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -46,11 +47,9 @@ from rayloader.random.generator_kinds import KINDS, distinct, suit
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
 from rayloader.resume.drawn import drawn
-from rayloader.resume.ranks import Shard, Stage, chain_of, in_batches, order_of, part_of, share
 from rayloader.resume.snapshot import dump_state, has_state
-from rayloader.resume.state import Moment, OwnState, SamplerState
 
-# Torch's own, and a rank's shard of any sampler: what they give depends on nothing that a state does not hold.
+# Torch's own, and those of `SHARDS`: what they give depends on nothing that a state does not hold.
 QUIET_SAMPLERS = {
     SequentialSampler,
     RandomSampler,
@@ -58,8 +57,9 @@ QUIET_SAMPLERS = {
     WeightedRandomSampler,
     DistributedSampler,
     InfiniteConstantSampler,
-    Shard,
 }
+SHARDS: set[type] = set()  # samplers of `ranks.py`, if that was imported: a rank's part of any other
+_MOST_HELD = 20  # samplers in each other
 _SIMPLE = (int, float, str, bool, type(None))
 # The arguments that make a DistributedSampler this rank's; other ranks may continue, see `ranks.py`.
 RANK = ("num_replicas", "rank")
@@ -70,10 +70,70 @@ _MOST_COPIED = 100_000  # how many objects a sampler may hold to be copied for t
 _ASKED_FOR = 100  # how many batches of two orders are compared: few samples have the same order by chance
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes have no state
 _END = object()
-_NO_STATE = OwnState()
 
 # Simple attributes of samplers when a loader first had them, by id: those changed since are the sampler's progress.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+
+
+class Moment(NamedTuple):
+    """The state of a loader's samplers at one moment, apart from their own `state_dict`.
+
+    Attributes:
+        random: the generators that the samplers and the base seed draw from.
+        attributes: simple ones (numbers, strings, booleans, None) of each sampler, the outermost first.
+    """
+
+    random: RandomState
+    attributes: tuple[dict[str, Any], ...]
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the outermost sampler that has one."""
+        epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
+        return epochs[0] if epochs else None
+
+
+class OwnState(NamedTuple):
+    """The result of `state_dict` of a sampler, and of its iterator, pickled; or why there is none."""
+
+    sampler: bytes | None = None
+    iterator: bytes | None = None
+    error: str = ""
+
+
+class SamplerState(NamedTuple):
+    """The samplers when the state was saved, apart from the generators.
+
+    Attributes:
+        own: the result of the sampler's `state_dict`, pickled.
+        attributes: as in `Moment`.
+        progress: for each sampler, the attributes that had changed since a loader first had it.
+        tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
+        asked: whether the loader had begun an epoch.
+    """
+
+    own: bytes | None
+    attributes: tuple[dict[str, Any], ...]
+    progress: tuple[tuple[str, ...], ...]
+    tells: bool
+    asked: bool
+
+
+class Start(NamedTuple):
+    """A point of an epoch from which the sampler can be read again: before its first draw, or after that.
+
+    The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
+    others only from one saved in the middle of an epoch.
+    """
+
+    moment: Moment
+    own: OwnState = OwnState()
+    first: Any = None  # after the first draw: its result
+    checksum: int = 0  # of that
+    drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
+
+
+_NO_STATE = OwnState()
 
 
 class Samplers:
@@ -81,7 +141,7 @@ class Samplers:
 
     def __init__(self, loader: Any) -> None:
         self.index_sampler = loader._index_sampler
-        self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
+        self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self._chain = chain_of(self.index_sampler)
         self._is_stock = not any(map(own_classes, self._chain))
         self._seen = self._contents(loader)
@@ -91,7 +151,7 @@ class Samplers:
         self.part = part_of(self.index_sampler)
         is_stock = type(innermost) in QUIET_SAMPLERS and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
         # Users of the global generators: the base seed, and samplers. A shard's order does not depend on them.
-        shards = type(self.part) is Shard
+        shards = type(self.part) in SHARDS
         self._only_torch = is_stock or shards
         own = loader.generator is not None and (shards or getattr(innermost, "generator", loader.generator) is not None)
         self._needs_global = not (self._only_torch and own)
@@ -128,15 +188,6 @@ class Samplers:
             if not self._is_stock:
                 contents += (sampler, *named_generators(sampler))
         return contents
-
-    def iterator(self, stages: Sequence[Stage]) -> Any:
-        """The index sampler's iterator; after stages, over what is left for this rank."""
-        if not stages:
-            return iter(self.index_sampler)
-        part = self.part
-        assert part is not None
-        mine = share(order_of(part), stages, part.num_replicas, part.rank, drop_last=part.drop_last)
-        return in_batches(mine, self._batch_size, drop_last=self._drop_last)
 
     # ---- generators and attributes
 
@@ -310,7 +361,7 @@ class Samplers:
             return False
         shared = [dataset, *(getattr(sampler, name, None) for sampler in self._chain for name in _DATA)]
         shared += [value for one in shared for value in attributes_of(one).values()]  # for instance a subset's dataset
-        given = types.SimpleNamespace(batch_size=self._batch_size, drop_last=self._drop_last)
+        given = types.SimpleNamespace(batch_size=self.batch_size, drop_last=self.drop_last)
         before = RandomState.capture(followed := distinct([*self._generators, *others]))
         try:
             given._index_sampler, given.generator = copy.deepcopy(
@@ -378,6 +429,53 @@ class Samplers:
         else:
             self.move_to(before)
             self.load(state)
+
+
+def part_of(index_sampler: Any) -> DistributedSampler[Any] | None:
+    """The sampler of a loader that yields this rank's part, if its whole order can be drawn."""
+    found = [sampler for sampler in chain_of(index_sampler) if type(sampler) in {DistributedSampler, *SHARDS}]
+    return found[0] if found else None
+
+
+def chain_of(sampler: Any, until: tuple[type, ...] = ()) -> list[Any]:
+    """A sampler and those that it holds, the innermost last; or up to the first one of these types.
+
+    Some objects have a `sampler` without end: a `Mock`, or a proxy that wraps its inner one anew at each access.
+    """
+    chain: list[Any] = []
+    while sampler is not None and len(chain) < _MOST_HELD and not any(sampler is known for known in chain):
+        chain.append(sampler)
+        if isinstance(sampler, until):
+            break
+        inner = _held(sampler, "sampler")
+        sampler = inner if inner is not None else _held(sampler, "batch_sampler")
+    return chain
+
+
+def _held(sampler: Any, name: str) -> Any:
+    """An attribute of a sampler, if it is the same object whenever it is read: torch does not read it at all."""
+    try:
+        value = getattr(sampler, name, None)  # it may be a tensor, which has no truth value
+        return value if value is None or value is getattr(sampler, name) else None
+    except Exception:  # of the user's own code, which may raise anything
+        return None
+
+
+def tell_epoch(parts: list[Any], epoch: int) -> None:
+    """Sets the epoch of those of a loader's parts that have `set_epoch`."""
+    for part in parts:
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def trains_in_a_group() -> bool:
+    """Whether this process is one of several of torch.distributed's, whatever its loaders were told."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def ranks_in(loader: Any, samplers: Samplers) -> Any:
+    """What divides a loader's data among ranks, with their number and its own; None if nothing does."""
+    return samplers.part if samplers.part is not None else loader._ranks
 
 
 class Resuming:

@@ -36,9 +36,9 @@ from rayloader.random.random_state import RandomState
 from rayloader.resume.drawn import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
-from rayloader.resume.skips import Step
+from rayloader.resume.samplers import Moment, OwnState, SamplerState, Start
 from rayloader.resume.snapshot import WorkerState
-from rayloader.task import Task
+from rayloader.task import Step, Task
 from rayloader.transport import codec
 
 FORMAT, VERSION = "rayloader", 14
@@ -69,50 +69,6 @@ class Fits(NamedTuple):
     rank: int | None = None
 
 
-class Moment(NamedTuple):
-    """The state of a loader's samplers at one moment, apart from their own `state_dict`.
-
-    Attributes:
-        random: the generators that the samplers and the base seed draw from.
-        attributes: simple ones (numbers, strings, booleans, None) of each sampler, the outermost first.
-    """
-
-    random: RandomState
-    attributes: tuple[dict[str, Any], ...]
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch of the outermost sampler that has one."""
-        epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
-        return epochs[0] if epochs else None
-
-
-class OwnState(NamedTuple):
-    """The result of `state_dict` of a sampler, and of its iterator, pickled; or why there is none."""
-
-    sampler: bytes | None = None
-    iterator: bytes | None = None
-    error: str = ""
-
-
-class SamplerState(NamedTuple):
-    """The samplers when the state was saved, apart from the generators.
-
-    Attributes:
-        own: the result of the sampler's `state_dict`, pickled.
-        attributes: as in `Moment`.
-        progress: for each sampler, the attributes that had changed since a loader first had it.
-        tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
-        asked: whether the loader had begun an epoch.
-    """
-
-    own: bytes | None
-    attributes: tuple[dict[str, Any], ...]
-    progress: tuple[tuple[str, ...], ...]
-    tells: bool
-    asked: bool
-
-
 class LocalState(NamedTuple):
     """Of a loader without workers: all generators of the program and of the dataset, and the dataset's own state."""
 
@@ -128,20 +84,6 @@ class LocalState(NamedTuple):
         """Whether batches depend on earlier ones, even if each batch is seeded by itself."""
         held = [one for one in self.random.located or () if one.paths[0][0][0] == "object"]
         return self.dataset is not None or bool(held)
-
-
-class Start(NamedTuple):
-    """A point of an epoch from which the sampler can be read again: before its first draw, or after that.
-
-    The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
-    others only from one saved in the middle of an epoch.
-    """
-
-    moment: Moment
-    own: OwnState = OwnState()
-    first: Any = None  # after the first draw: its result
-    checksum: int = 0  # of that
-    drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
 
 
 class EpochBegin(NamedTuple):
