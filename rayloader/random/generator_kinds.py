@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.plain_state import unfit
+from rayloader.errors import unfit
 
 _SEED = "seed_seq"  # added to NumPy's own state
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)

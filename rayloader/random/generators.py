@@ -26,9 +26,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from rayloader.errors import ReplayError
+from rayloader.errors import ReplayError, unfit
 from rayloader.namespaces import is_a, is_own_name, own_modules
-from rayloader.plain_state import unfit
 from rayloader.random.generator_kinds import (
     KINDS,
     check_state,

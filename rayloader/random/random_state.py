@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from rayloader import _compat
-from rayloader.plain_state import bytes_of, checked_dtype, text_of
 from rayloader.random.generator_kinds import check_state, set_state, state_of
 from rayloader.random.generators import Located
 
@@ -122,6 +121,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _pack(state: Any) -> Any:
     """A generator's state, in plain types; a tuple begins with what it represents."""
+    from rayloader.plain_state import text_of
+
     match state:
         case np.ndarray():
             return "array", state.dtype.str, text_of(state.tobytes())
@@ -139,6 +140,8 @@ def _pack(state: Any) -> Any:
 
 
 def _unpack(packed: Any) -> Any:
+    from rayloader.plain_state import bytes_of, checked_dtype
+
     match packed:
         case ("array", dtype, text):
             return np.frombuffer(bytes_of(text), checked_dtype(dtype))

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from rayloader import plain_state
-from rayloader.errors import StateError
-from rayloader.plain_state import bytes_of, text_of, unfit
+from rayloader.errors import StateError, unfit
+from rayloader.plain_state import bytes_of, text_of
 from rayloader.random.generators import Located
 from rayloader.random.random_state import RandomState
 from rayloader.resume.drawn import Drawn
