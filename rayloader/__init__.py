@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rayloader.data.cached import cached as cached
     from rayloader.data.parquet import ParquetStream as ParquetStream
     from rayloader.data.shared_list import SharedList as SharedList
-    from rayloader.frameworks import Patch as Patch
-    from rayloader.frameworks import patch as patch
+    from rayloader.frameworks.patching import Patch as Patch
+    from rayloader.frameworks.patching import patch as patch
     from rayloader.host.shard_info import ShardInfo as ShardInfo
     from rayloader.host.shard_info import get_shard_info as get_shard_info
     from rayloader.observe.progress_bar import progress as progress
@@ -46,13 +46,13 @@ _PARTS = {
     "Consumer": "sharing.shares",
     "LoaderStats": "observe.stats",
     "ParquetStream": "data.parquet",
-    "Patch": "frameworks",
+    "Patch": "frameworks.patching",
     "ShardInfo": "host.shard_info",
     "SharedList": "data.shared_list",
     "SharedLoader": "sharing.shares",
     "cached": "data.cached",
     "get_shard_info": "host.shard_info",
-    "patch": "frameworks",
+    "patch": "frameworks.patching",
     "progress": "observe.progress_bar",
     "share": "sharing.shares",
     "shared": "sharing.shares",

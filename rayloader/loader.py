@@ -40,15 +40,15 @@ from rayloader.options import (
     target_of,
 )
 from rayloader.resume.samplers import SHARDS, chain_of, note_first_attributes, tell_epoch
+from rayloader.task import Given
 from rayloader.workers import ray_use  # noqa: F401  # which notes forks from now on
 
 if TYPE_CHECKING:
+    from rayloader.frameworks.readers import EarlierState
     from rayloader.observe.stats import LoaderStats
     from rayloader.observe.trace import Tracing
-    from rayloader.readers import EarlierState
     from rayloader.resume.position import StepLog
     from rayloader.resume.ranks import Ranks
-    from rayloader.resume.skips import Given
     from rayloader.resume.state import State
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -70,7 +70,7 @@ _OF_RANK = ("num_replicas", "rank", "seed")
 
 
 class WorkerCount(int):
-    """`num_workers` of a loader: identifies the loader, wherever the number is passed on. See `frameworks.py`."""
+    """`num_workers` of a loader: identifies the loader, wherever the number is passed on. See `frameworks/`."""
 
     loader: weakref.ref[DataLoader[Any]]
 
@@ -90,9 +90,9 @@ class _Watched:
 
     def __get__(self, loader: Any, loader_class: type) -> Any:
         if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
-            from rayloader.frameworks import note_rebuilt
+            from rayloader.frameworks.rebuilt import note_rebuilt
 
-            note_rebuilt(loader)
+            note_rebuilt(loader, loader.num_workers.loader(), source_of(loader.num_workers, loader.dataset)())
         return self._method.__get__(loader, loader_class)
 
 
@@ -387,7 +387,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             self._before = None
             if _READERS.isdisjoint(sys.modules):
                 return self._new_iterator()
-            from rayloader.readers import read
+            from rayloader.frameworks.readers import read
 
             return cast(BaseIterator, read(self))
         except KeyboardInterrupt as error:

@@ -14,16 +14,14 @@ import sys
 import warnings
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.errors import level_outside
+from rayloader.task import Given
 from rayloader.transport.lanes import switched_off
-
-if TYPE_CHECKING:
-    from rayloader.resume.skips import Given
 
 # Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
 # each of sixteen workers, and little compared with what training takes. More would only hide longer pauses of workers.

@@ -20,9 +20,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from rayloader.task import NothingSkipped, Step
-
-Given = Iterable[int | Step] | str | os.PathLike[str] | None
+from rayloader.task import Given, NothingSkipped, Step
 
 _LINE = re.compile(r"(?:(\d+)[ \t:,]+)?(\d+)$")
 

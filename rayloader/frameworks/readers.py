@@ -36,8 +36,14 @@ from typing import Any
 
 from typing_extensions import override
 
-from rayloader._compat_lightning import ended_an_epoch, fetcher_classes, has_states, loop_classes, take_states
 from rayloader.errors import StateError
+from rayloader.frameworks._compat_lightning import (
+    ended_an_epoch,
+    fetcher_classes,
+    has_states,
+    loop_classes,
+    take_states,
+)
 
 # The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
 _given: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[ReadAhead]]] = weakref.WeakKeyDictionary()
