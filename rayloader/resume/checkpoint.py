@@ -20,9 +20,10 @@ from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import located, unknown_modules
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import Found, follow, in_words, search
+from rayloader.resume.loaded import RANK, LoadedSamplers
 from rayloader.resume.position import Position
 from rayloader.resume.ranks import Stage, in_batches, order_of, share
-from rayloader.resume.samplers import RANK, Samplers, Start, ranks_in
+from rayloader.resume.samplers import Samplers, Start, ranks_in
 from rayloader.resume.saved import Checksums, kept_of, place_of
 from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import WorkerState, load_state, told_by
@@ -142,7 +143,7 @@ def load(loader: Any, state: State | list[State]) -> State:
     Raises:
         StateError: the state does not fit the loader.
     """
-    samplers = Samplers(loader)
+    samplers = LoadedSamplers(loader)
     if isinstance(state, list):
         state = redealt(loader, samplers, state)
     progress = _check(loader, samplers, state)
@@ -234,7 +235,7 @@ def _check_workers(loader: Any, state: State, num_workers: int) -> None:
     )
 
 
-def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
+def redealt(loader: Any, samplers: LoadedSamplers, states: list[State]) -> State:
     """One state for this rank, from those of all ranks, whose number may have been different.
 
     Raises:
@@ -281,7 +282,7 @@ def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
     return state._replace(redeal=_rest(loader, samplers, lead.position, places))
 
 
-def _rest(loader: Any, samplers: Samplers, lead: SavedPlace, places: list[SavedPlace]) -> EpochBegin:
+def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[SavedPlace]) -> EpochBegin:
     """What no rank has taken, from the places of all; raises StateError unless they have drawn the same order."""
     part: Any = samplers.part
     size, stages = loader.batch_size, lead.begin.stages
@@ -309,7 +310,7 @@ def _rest(loader: Any, samplers: Samplers, lead: SavedPlace, places: list[SavedP
 
 
 @as_saved()
-def _check(loader: Any, samplers: Samplers, state: State, *, any_rank: bool = False) -> list[list[str]]:
+def _check(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: bool = False) -> list[list[str]]:
     """Raises StateError unless the state fits the loader; with `any_rank` it may be another rank's.
 
     Returns:
@@ -359,7 +360,7 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _warn_of_more(loader: Any, samplers: Samplers) -> None:
+def _warn_of_more(loader: Any, samplers: LoadedSamplers) -> None:
     """In the middle of an epoch a sampler that does not reproduce its draws is an error; here nothing is drawn."""
     if samplers.keep_more(loader.dataset, [] if loader.num_workers else generators_of(loader)):
         warnings.warn(
