@@ -32,6 +32,9 @@ from rayloader import plain_state
 from rayloader.errors import StateError, unfit
 from rayloader.plain_state import bytes_of, text_of
 from rayloader.random.generators import Located
+from rayloader.random.packed import checked
+from rayloader.random.packed import pack as pack_random
+from rayloader.random.packed import unpack as unpack_random
 from rayloader.random.random_state import RandomState
 from rayloader.resume.drawn import Drawn
 from rayloader.resume.journal import Before, Resumed
@@ -303,7 +306,7 @@ class State(NamedTuple):
     def mark(self) -> int:
         """A number that tells this state from those of other places in the stream, and of other runs."""
         place = None if self.position is None else (self.position.begin.base_seed, *self.position[3:])
-        return zlib.crc32(repr((self.num_workers, self.fits, self.now.pack(), place)).encode())
+        return zlib.crc32(repr((self.num_workers, self.fits, pack_random(self.now), place)).encode())
 
     def pack(self, parts: Parts | None = None) -> dict[str, Any]:
         """What `state_dict()` returns; `parts`: of earlier states of the same position."""
@@ -314,7 +317,7 @@ class State(NamedTuple):
             TAKEN: self.taken,
             "num_workers": self.num_workers,
             "fits": part("fits", self.fits, _FITS.pack, operator.eq),
-            "now": part("now", self.now, RandomState.pack, RandomState.equals),
+            "now": part("now", self.now, pack_random, RandomState.equals),
             "sampler": part("sampler", self.sampler, _SAMPLER.pack),
             "process": None if process is None else part("process", process, _PROCESS.pack, LocalState.equals),
             "position": None if self.position is None else _packed_place(self.position, parts),
@@ -492,7 +495,7 @@ _SIMPLE = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, ty
 _LEAST = {"last_task": -1, "dataset_epoch": -(2**63)}  # of the numbers that may be negative
 _PLAIN = _Form(*[lambda value: value] * 2)
 _OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
-_RANDOM = _Form(RandomState.pack, lambda packed: RandomState.unpack(packed).checked())
+_RANDOM = _Form(pack_random, lambda packed: checked(unpack_random(packed)))
 _ATTRIBUTES = _each(_Form(lambda simple: tuple(simple.items()), _unpack_simple))
 _STAGES = _each(_Form(lambda stage: _tuples(stage.taken), _unpack_stage))
 _RESUMED = _record(Resumed)
