@@ -37,7 +37,7 @@ from framework_cases import FRAMEWORKS, RANKS
 from harness import Figure, Options
 from processes import Missing, PeerError
 
-QUESTION = "frameworks"
+QUESTION = "frameworks.patching"
 COMMAND = "python benchmarks/frameworks.py"
 RESULTS = harness.RESULTS / "frameworks.json"
 DOCUMENT = harness.ROOT / "docs" / "performance.md"

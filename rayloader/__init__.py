@@ -1,10 +1,8 @@
 """torch's DataLoader with workers that are forks or Ray actors: change the import, keep the training script."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from rayloader.data.cached import CachedDataset, cached
-from rayloader.data.shard_info import ShardInfo, get_shard_info
-from rayloader.data.shared_list import SharedList
 from rayloader.errors import (
     BatchTimeoutError,
     CacheError,
@@ -20,15 +18,45 @@ from rayloader.errors import (
     WorkerDiedError,
     WorkerStartError,
 )
-from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
-from rayloader.observe.progress_bar import progress
-from rayloader.observe.stats import CacheStats, LoaderStats
-from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
 if TYPE_CHECKING:
     from rayloader.data.arrow import ArrowDataset as ArrowDataset
+    from rayloader.data.cached import CachedDataset as CachedDataset
+    from rayloader.data.cached import cached as cached
     from rayloader.data.parquet import ParquetStream as ParquetStream
+    from rayloader.data.shared_list import SharedList as SharedList
+    from rayloader.frameworks.patching import Patch as Patch
+    from rayloader.frameworks.patching import patch as patch
+    from rayloader.host.shard_info import ShardInfo as ShardInfo
+    from rayloader.host.shard_info import get_shard_info as get_shard_info
+    from rayloader.observe.progress_bar import progress as progress
+    from rayloader.observe.stats import CacheStats as CacheStats
+    from rayloader.observe.stats import LoaderStats as LoaderStats
+    from rayloader.sharing.shares import Consumer as Consumer
+    from rayloader.sharing.shares import SharedLoader as SharedLoader
+    from rayloader.sharing.shares import share as share
+    from rayloader.sharing.shares import shared as shared
+
+# What the parts around the core offer, by the module that is imported when a program first names it.
+_PARTS = {
+    "ArrowDataset": "data.arrow",
+    "CacheStats": "observe.stats",
+    "CachedDataset": "data.cached",
+    "Consumer": "sharing.shares",
+    "LoaderStats": "observe.stats",
+    "ParquetStream": "data.parquet",
+    "Patch": "frameworks.patching",
+    "ShardInfo": "host.shard_info",
+    "SharedList": "data.shared_list",
+    "SharedLoader": "sharing.shares",
+    "cached": "data.cached",
+    "get_shard_info": "host.shard_info",
+    "patch": "frameworks.patching",
+    "progress": "observe.progress_bar",
+    "share": "sharing.shares",
+    "shared": "sharing.shares",
+}
 
 # Without ArrowDataset and ParquetStream: `import *` must not need pyarrow.
 __all__ = [
@@ -67,18 +95,18 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What needs pyarrow is imported when a program first names it."""
+    """A name of a part, which is imported for it."""
+    if name not in _PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        if name == "ArrowDataset":
-            from rayloader.data.arrow import ArrowDataset
-
-            return ArrowDataset
-        if name == "ParquetStream":
-            from rayloader.data.parquet import ParquetStream
-
-            return ParquetStream
+        value = getattr(importlib.import_module(f"rayloader.{_PARTS[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name == "pyarrow":
             raise ImportError(f"rayloader.{name} needs pyarrow: pip install rayloader[arrow]") from error
         raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PARTS})

@@ -29,6 +29,7 @@ import importlib.metadata
 import inspect
 import os
 import platform
+import reprlib
 import signal
 import warnings
 from collections.abc import Iterator
@@ -176,3 +177,30 @@ def private_names_of(package: str) -> Iterator[None]:
             f"rayloader does not work with {package} {installed}, which lacks a private name that it uses ({error}); "
             f"install a version that it was tested with, {TESTED[package]}, or a newer rayloader"
         ) from error
+
+
+class OfOneProcess:
+    """An iterator that cannot be sent to another process; raises torch's error, with a text that helps."""
+
+    def __getstate__(self) -> object:
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be pickled: an iterator of a DataLoader belongs to one process; pass on the "
+            "loader in its place and call iter() there, or drop it in __getstate__ of the object that holds it"
+        )
+
+
+def unfit(what: str, rule: str, value: object) -> ValueError:
+    """The error for a part of a state that no state has."""
+    return ValueError(f"a state's {what} must be {rule}, got {reprlib.repr(value)}")
+
+
+# Levels of a state as packed; each takes several nested calls, and Python allows 1,000 by default.
+NESTING = 100
+
+
+def too_deep() -> StateError:
+    """The error for a state that is nested too deep."""
+    return StateError(
+        f"what state_dict() gives must not hold itself, nor be nested more than {NESTING} levels deep; give its parts "
+        "in one list, with their places in it instead of the parts themselves"
+    )

@@ -19,6 +19,10 @@ logger = logging.getLogger("rayloader")
 # Replaces a batch in which nothing was left.
 NOTHING = object()
 
+# Entries of torch's collate map, by the type of samples, that run no code of the user's. A part of rayloader that adds
+# an entry to that map adds it here too.
+collates: dict[Any, Any] = {}
+
 # A sample that was left out: its index (None for an iterable dataset), and a description of the exception.
 Skipped = tuple[str, str]
 

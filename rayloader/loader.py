@@ -22,11 +22,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
-from rayloader.data.cached import cache_in
 from rayloader.errors import StateError, shorten
 from rayloader.observe.recorder import Recorder, cpus
-from rayloader.observe.stats import LoaderStats, verdict
-from rayloader.observe.trace import Tracing
 from rayloader.options import (
     PREFETCH_BYTES,
     AutomaticPrefetch,
@@ -40,15 +37,19 @@ from rayloader.options import (
     check_remote_args,
     check_types,
     checked_num_workers,
+    target_of,
 )
-from rayloader.readers import EarlierState, ReadAhead, find_reader
-from rayloader.resume import checkpoint
-from rayloader.resume.position import StepLog
-from rayloader.resume.ranks import Order, Ranks, SameOrder, Shard, chain_of, of_rank, ranks_of, tell_epoch
-from rayloader.resume.samplers import note_first_attributes
-from rayloader.resume.skips import Given
-from rayloader.resume.state import State
+from rayloader.resume.samplers import SHARDS, chain_of, note_first_attributes, tell_epoch
+from rayloader.task import Given
 from rayloader.workers import ray_use  # noqa: F401  # which notes forks from now on
+
+if TYPE_CHECKING:
+    from rayloader.frameworks.readers import EarlierState
+    from rayloader.observe.stats import LoaderStats
+    from rayloader.observe.trace import Tracing
+    from rayloader.resume.position import StepLog
+    from rayloader.resume.ranks import Ranks
+    from rayloader.resume.state import State
 
 _T_co = TypeVar("_T_co", covariant=True)
 if TYPE_CHECKING:
@@ -57,13 +58,47 @@ else:  # versions of torch differ in the number of its class's type parameters, 
     _TorchLoaderOf = {_T_co: TorchDataLoader}
 
 
+# Modules whose code has habits when it reads a loader: see `readers.py`.
+_READERS = {
+    "lightning.pytorch.loops.fetchers",
+    "pytorch_lightning.loops.fetchers",
+    "ray.train.torch.train_loop_utils",
+}
+
+
+_OF_RANK = ("num_replicas", "rank", "seed")
+
+
 class WorkerCount(int):
-    """`num_workers` of a loader: identifies the loader, wherever the number is passed on. See `frameworks.py`."""
+    """`num_workers` of a loader: identifies the loader, wherever the number is passed on. See `frameworks/`."""
 
     loader: weakref.ref[DataLoader[Any]]
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
+
+
+class _Watched:
+    """A method of torch's DataLoader that its constructor calls, and torchdata's too, which does not call torch's.
+
+    It notices loaders whose `num_workers` was read from a loader of ours, and adds no frame between torch and its
+    caller: torch's warnings name the same lines as before.
+    """
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __get__(self, loader: Any, loader_class: type) -> Any:
+        if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
+            from rayloader.frameworks.rebuilt import note_rebuilt
+
+            note_rebuilt(loader, loader.num_workers.loader(), source_of(loader.num_workers, loader.dataset)())
+        return self._method.__get__(loader, loader_class)
+
+
+TorchDataLoader.check_worker_number_rationality = _Watched(  # type: ignore[assignment,method-assign]
+    TorchDataLoader.check_worker_number_rationality
+)
 
 
 def no_loader() -> None:
@@ -272,7 +307,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         # The loader from which a framework has rebuilt this one; and whether such a rebuilt one was read since.
         self._source = source_of(num_workers, dataset)
         self._read_anew = False
-        self._same_order = SameOrder()
         self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' copies not yet
         self.workers: Workers = workers
         self.ray_remote_args = ray_remote_args
@@ -294,20 +328,23 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self.prefetch_to_device = prefetch_to_device
         self.skip_steps = skip_steps
         self.provenance = provenance
-        ranks = ranks_of(num_replicas, rank, seed)
-        order = Order(dataset, shuffle, sampler, batch_sampler, drop_last)
-        if ranks is not None:
-            self.num_replicas, self.rank, self.seed = ranks
-            before = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
-            own = before._index_sampler if before is not None and before._ranks == ranks else None
-            order = of_rank(order, ranks, own)
-        self._ranks = ranks
+        if num_replicas is not None or rank is not None or type(seed) is not int or seed:
+            from rayloader.resume.ranks import Order, SameOrder, of_rank, ranks_of
+
+            if (ranks := ranks_of(num_replicas, rank, seed)) is not None:
+                self.num_replicas, self.rank, self.seed = ranks
+                before = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
+                own = before._index_sampler if before is not None and before._ranks == ranks else None
+                order = of_rank(Order(dataset, shuffle, sampler, batch_sampler, drop_last), ranks, own)
+                _, shuffle, sampler, batch_sampler, _ = order
+                self._same_order = SameOrder()
+            self._ranks = ranks
         super().__init__(
             dataset,  # type: ignore[arg-type]  # torch takes sequences too, and does not say so
             batch_size,
-            order.shuffle,
-            order.sampler,
-            order.batch_sampler,
+            shuffle,
+            sampler,
+            batch_sampler,
             num_workers,
             collate_fn,
             pin_memory,
@@ -321,7 +358,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if isinstance(self.batch_sampler, Shard):
+        if type(self.batch_sampler) in SHARDS:
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for a sampler whose epoch they set
         check(self)
         note_first_attributes(self)
@@ -337,7 +374,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         return f"{type(self).__module__.split('.')[0]}.{type(self).__name__}({dataset}{arguments})"
 
     def __setattr__(self, attr: str, val: Any) -> None:
-        if attr in Ranks._fields and self._ranks is not None:
+        if attr in _OF_RANK and self._ranks is not None:
             raise ValueError(f"{attr} attribute should not be set after {type(self).__name__} is initialized")
         super().__setattr__(attr, val)
 
@@ -347,13 +384,12 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             if self._ranks is not None:
                 finished = self._state is None and self._position is not None and self._position.finished
                 self._same_order.begins(self._index_sampler, finished=finished)
-            reader = find_reader()
-            if reader is not None and self.skip_steps is not None:
-                reader.note_skips()
-            self._before = None if reader is None else EarlierState()
-            if self._before is None or reader is None:
+            self._before = None
+            if _READERS.isdisjoint(sys.modules):
                 return self._new_iterator()
-            return cast(BaseIterator, ReadAhead(self, self._before, reader))
+            from rayloader.frameworks.readers import read
+
+            return cast(BaseIterator, read(self))
         except KeyboardInterrupt as error:
             shorten(error, says_all=True)
             raise
@@ -447,6 +483,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
             print(loader.stats())
         """
+        from rayloader.data.cached import cache_in
+        from rayloader.observe.stats import LoaderStats, verdict
+
         epoch, whole = self._recorder.tell()
         iterator = self.live_iterator
         stats = LoaderStats(
@@ -505,7 +544,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         """
         if callable(getattr(self.dataset, "set_epoch", None)):
             self._dataset_epoch = epoch
-        tell_epoch([*chain_of(self._index_sampler, until=Shard), self.dataset], epoch)  # a shard tells what it wraps
+        tell_epoch(
+            [*chain_of(self._index_sampler, until=tuple(SHARDS)), self.dataset], epoch
+        )  # a shard tells what it wraps
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the user in this loader's stream of batches.
@@ -531,6 +572,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
     def _tell_state(self) -> dict[str, Any]:
         """The position after the last batch that was drawn from this loader."""
+        from rayloader.resume import checkpoint
+
         if self._state is not None:
             return checkpoint.still(self, self._state)
         iterator = self.live_iterator
@@ -566,6 +609,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         Raises:
             StateError: the state does not fit this loader. If only the sampler's indices show it, `iter()` raises it.
         """
+        from rayloader.resume import checkpoint
+        from rayloader.resume.state import State
+
         if isinstance(state_dict, list):
             self._state = checkpoint.load(self, [State.load(one) for one in state_dict])
         else:
@@ -604,13 +650,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             ReplayError: another batch came than in the run.
             Exception: raised by the dataset, as in the run.
         """
-        from rayloader.epoch.to_device import device_of, moved_here
         from rayloader.replay.rebuild import known_of, rebuilt_in_fork
 
         states, found = known_of(self, epoch, step, state, log)
         batch = rebuilt_in_fork(self, states, epoch, step, found).batch
-        target = device_of(self.device)
-        return batch if target is None else moved_here(batch, target[0])
+        if (target := target_of(self.device)) is None:
+            return batch
+        from rayloader.gpu.to_device import moved_here
+
+        return moved_here(batch, target[0])
 
     def _sign_num_workers(self) -> None:
         if isinstance(self.num_workers, int):

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.errors import level_outside
-from rayloader.resume.skips import Given, steps_in
+from rayloader.task import Given
 from rayloader.transport.lanes import switched_off
 
 # Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
@@ -183,7 +183,10 @@ def check(loader: Any) -> None:
         if not is_whole(value := getattr(loader, name)) or value < 0:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
     check_device(loader.device)
-    steps_in(loader.skip_steps)
+    if loader.skip_steps is not None:
+        from rayloader.resume.skips import steps_in
+
+        steps_in(loader.skip_steps)
     _check_provenance(loader.provenance)
     _check_prefetch_to_device(loader.prefetch_to_device, loader.device)
     steps = loader.snapshot_every_n_steps
@@ -279,6 +282,21 @@ def check_device(device: Any) -> None:
         torch.device("cpu" if device is None else device)
     except RuntimeError as error:
         raise ValueError(f"device must name one that torch knows, got {device!r}; torch says: {error}") from None
+
+
+def target_of(device: Any) -> tuple[torch.device, Any] | None:
+    """The device to which a loader moves its batches; None if they stay where they are. See `gpu/to_device.py`.
+
+    Raises:
+        ValueError: torch knows no such device, or it is not here.
+        TypeError: it is neither a name nor a device, nor None.
+    """
+    check_device(device)
+    if device is None or torch.device(device).type == "cpu":
+        return None
+    from rayloader.gpu.to_device import device_of
+
+    return device_of(device)
 
 
 def _check_provenance(path: Any) -> None:

@@ -12,14 +12,12 @@ import builtins
 import collections
 import math
 import pathlib
-import reprlib
 from typing import Any
 
 import numpy as np
 
-from rayloader.errors import StateError
+from rayloader.errors import NESTING, too_deep, unfit
 
-NESTING = 100  # levels as packed; each takes several nested calls, and Python allows 1,000 by default
 _HUGE = 10**600  # whole numbers from there on have digits that Python may refuse to show, and JSON too
 _TYPE = "rayloader: type"
 _TUPLE = "rayloader: tuple"  # begins a list that stands for one: as a dict it would be nested a level deeper
@@ -35,25 +33,12 @@ def bytes_of(text: str) -> bytes:
     return binascii.a2b_base64(text)
 
 
-def unfit(what: str, rule: str, value: Any) -> ValueError:
-    """The error for a part of a state that no state has."""
-    return ValueError(f"a state's {what} must be {rule}, got {reprlib.repr(value)}")
-
-
 def checked_dtype(text: Any) -> np.dtype[Any]:
     """The dtype of this name; raises an exception if its values may be objects, which would be addresses in memory."""
     dtype = np.dtype(text) if type(text) is str else None
     if dtype is None or dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
         raise unfit("dtype", "the name of a type of numbers", text)
     return dtype
-
-
-def too_deep() -> StateError:
-    """The error for a state that is nested too deep."""
-    return StateError(
-        f"what state_dict() gives must not hold itself, nor be nested more than {NESTING} levels deep; give its parts "
-        "in one list, with their places in it instead of the parts themselves"
-    )
 
 
 def pack(state: Any, depth: int = 0) -> Any:

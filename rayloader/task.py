@@ -6,6 +6,9 @@ task; the journal of its worker keeps the record as long as the batch may have t
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -38,6 +41,38 @@ class Outcome:
     ERROR = 1  # an exception
     EMPTY = 2  # nothing: every sample was skipped
     SKIPPED = 3  # nothing: the step is one of `skip_steps`
+
+
+Step = tuple[int, int]  # epoch, and the number of a batch in the order of its sampler; both from 0
+Given = Iterable[int | Step] | str | os.PathLike[str] | None  # a loader's `skip_steps`
+
+
+class NothingSkipped:
+    """The steps that a loader without `skip_steps` skips; with them see `SkipSteps` in `resume/skips.py`.
+
+    Attributes:
+        end: no step of this number, or a later one, is drawn.
+        only_worker: that has work; None: all have.
+        steps: those that it skipped by a state, or in its earlier epochs; without effect here.
+    """
+
+    end: float = math.inf
+    only_worker: int | None = None
+
+    def __init__(self, steps: Iterable[Step] = ()) -> None:
+        self.steps: set[Step] = {*steps}
+
+    @property
+    def in_order(self) -> tuple[Step, ...]:
+        """The steps, ascending."""
+        return tuple(sorted(self.steps))
+
+    def has(self, step: Step) -> bool:
+        """Whether a step, which is about to be drawn, is skipped."""
+        return False
+
+    def forget(self, epoch: int) -> None:
+        """The steps of this epoch are numbered anew, because other ranks have begun it: none of them is skipped."""
 
 
 @dataclass(eq=False, slots=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from rayloader.transport import device
+from rayloader.gpu import device
 
 
 def pretend_accelerator(monkeypatch, pin, index=0, set_index=lambda index: None):

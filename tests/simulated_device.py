@@ -10,8 +10,8 @@ import threading
 import torch
 
 from pretended import pretend_accelerator
-from rayloader.transport import device, page_locks
-from rayloader.transport.device import Accelerator, AcceleratorError, Event, Marks, move
+from rayloader.gpu import device
+from rayloader.gpu.device import Accelerator, AcceleratorError, Event, Marks, move
 
 DEVICE = torch.device("cuda", 0)
 LIMIT_S = 60.0  # to wait for another thread; on expiry the test fails
@@ -167,7 +167,6 @@ class SimulatedAccelerator(Accelerator):
         pretend_accelerator(monkeypatch, self.pin)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
         monkeypatch.setattr(device, "current", lambda: self)
-        monkeypatch.setattr(page_locks, "_has_warned", False)
         return self
 
     @staticmethod

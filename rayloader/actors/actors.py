@@ -24,8 +24,8 @@ from rayloader.actors.image import Image
 from rayloader.actors.pool import Pool
 from rayloader.actors.replica import Source, module_folders
 from rayloader.errors import RaySessionError
+from rayloader.gpu.device import Accelerator
 from rayloader.options import Options
-from rayloader.transport.device import Accelerator
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
 from rayloader.workers.connection import Channel, Mailbox

@@ -31,9 +31,9 @@ from rayloader.data.columns import Converter, Form, with_wide_indices, without_v
 from rayloader.data.footers import Footers
 from rayloader.data.paths import check_alike, data_files, partitioning_of, paths_of, with_columns
 from rayloader.data.rows import Row
-from rayloader.data.shard_info import ShardInfo, get_shard_info
 from rayloader.errors import RayloaderError, StateError
-from rayloader.resume.ranks import trains_in_a_group
+from rayloader.host.shard_info import ShardInfo, get_shard_info
+from rayloader.resume.samplers import trains_in_a_group
 
 logger = logging.getLogger("rayloader")
 

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import default_collate
 
 from rayloader._compat import default_collate_fn_map
+from rayloader.fetching import collates
 
 
 class Lists(list[Any]):
@@ -161,7 +162,7 @@ def collate_rows(batch: Sequence[Any], *, collate_fn_map: Any = None) -> dict[st
     return {name: column if name in first.lists else _stacked(column) for name, column in values.items()}
 
 
-default_collate_fn_map[Row] = collate_rows
+default_collate_fn_map[Row] = collates[Row] = collate_rows
 
 
 def _parts(batch: Sequence[Any]) -> list[tuple[Columns, list[int]]] | None:

@@ -23,7 +23,6 @@ import torch
 from rayloader import fetching
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch.schedule import Schedule
-from rayloader.epoch.to_device import Delivery, Moved
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
@@ -35,6 +34,42 @@ from rayloader.transport.lanes import Recycled
 COPIED_AHEAD = 8
 # How many bytes of batches are copied, or received, ahead of the user, beyond the first one.
 COPIED_AHEAD_BYTES = 64 << 20
+
+
+class Delivery:
+    """What is done to each batch between its worker and the user: here nothing; see `gpu/to_device.py`.
+
+    `prepared` may be called in any thread, the rest in the user's.
+
+    Attributes:
+        ahead: how many batches are prepared before the user asks for them.
+        device_index: accelerator that batches are prepared for, if any.
+        accelerator: for which memory is page-locked, an `Accelerator` of `gpu/device.py`; None without one.
+    """
+
+    ahead: int = 0
+    device_index: int | None = None
+    accelerator: Any = None
+
+    @property
+    def prepares(self) -> bool:
+        """Whether something is done at all."""
+        return False
+
+    def prepared(self, data: Any) -> Any:
+        """A batch as `handed_over` takes it; an ExceptionWrapper if that has failed."""
+        return data
+
+    def keeps(self, data: Any) -> bool:
+        """Whether what `prepared` has returned lies in memory of its own, so that the batch's slots are free."""
+        return False
+
+    def handed_over(self, data: Any) -> Any:
+        """A prepared batch, for the user, or an ExceptionWrapper; may be called again, after an interrupt."""
+        return data
+
+    def asks(self) -> None:
+        """The program asks for a batch."""
 
 
 class AheadThread:
@@ -177,7 +212,7 @@ class Preparation:
         if result.wire is not None:
             result = replace(result, wire=lanes.owned(result.wire, self._copies.copy))
         data = self._opened_and_prepared(task, result) if self._delivery.prepares else UNOPENED
-        if isinstance(data, Moved):
+        if self._delivery.keeps(data):
             result = replace(result, wire=None)  # so that its slots are free when they were copied
         with self._engine.lock:
             if task.result is not None:  # otherwise the epoch was closed meanwhile

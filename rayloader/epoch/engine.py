@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayloader import fetching
-from rayloader.epoch.ahead import AheadThread, Preparation, opened
+from rayloader.epoch.ahead import AheadThread, Delivery, Preparation, opened
 from rayloader.epoch.draws import Draws
 from rayloader.epoch.messages import (
     BatchTaken,
@@ -56,12 +56,10 @@ from rayloader.epoch.reports import (
     worker_died,
 )
 from rayloader.epoch.schedule import Schedule
-from rayloader.epoch.to_device import Delivery
 from rayloader.errors import RayloaderError, RaySessionError, SkipLimitError, WorkerDiedError
 from rayloader.interrupts import Changes, change, interrupted
 from rayloader.observe.histogram import Spent
 from rayloader.observe.recorder import Tally
-from rayloader.observe.stats import SlowBatch
 from rayloader.options import Options
 from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
 from rayloader.resume.journal import Resumed
@@ -627,7 +625,7 @@ class Engine:
     def _name(self, worker: Worker, task: Task, lane: str, spent: Spent) -> None:
         """Notes a batch that may be one of the slowest, or is traced, with its indices."""
         indices = indices_of(task, at_most=64)
-        self._tally.note_slow(SlowBatch(task.task_id, int(spent.worker_id), spent.build, indices))
+        self._tally.note_slow((task.task_id, int(spent.worker_id), spent.build, indices))
         if (trace := self._tally.trace) is not None:
             trace.built(worker.host.created_at, lane.startswith("line"), task.task_id, indices, spent)
 

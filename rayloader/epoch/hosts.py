@@ -22,7 +22,7 @@ from rayloader.workers.janitor import Notes
 
 if TYPE_CHECKING:
     from rayloader.actors.image import Image
-    from rayloader.transport.device import Accelerator
+    from rayloader.gpu.device import Accelerator
 
 logger = logging.getLogger("rayloader")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -30,15 +30,14 @@ from rayloader._compat import (
     profiler_enabled,
     sharding_worker_init_fn,
 )
-from rayloader.data.shard_info import ranks_told
+from rayloader.epoch.ahead import Delivery
 from rayloader.epoch.depth import MAX_DEPTH, Pace
 from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.hosts import fleet_for, loaders
-from rayloader.epoch.local import OfOneProcess
 from rayloader.epoch.schedule import Schedule
-from rayloader.epoch.to_device import Moved, delivery_of, device_of
 from rayloader.errors import (
+    OfOneProcess,
     RayloaderError,
     SkipLimitError,
     WorkerDiedError,
@@ -46,16 +45,18 @@ from rayloader.errors import (
     shorten,
     warning_at_the_users_line,
 )
-from rayloader.options import Options
+from rayloader.host.shard_info import ranks_told
+from rayloader.options import Options, target_of
 from rayloader.protocol import Replica, Setup
-from rayloader.resume.checkpoint import goes_on, new_position, read_skips
 from rayloader.resume.journal import Resumed
+from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming
-from rayloader.resume.skips import SkipSteps
-from rayloader.resume.state import State
-from rayloader.task import Task
+from rayloader.task import NothingSkipped, Task
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.janitor import ends_with_program, janitor
+
+if TYPE_CHECKING:
+    from rayloader.resume.state import State
 
 logger = logging.getLogger("rayloader")
 
@@ -131,6 +132,15 @@ def plan_epoch(
     return EpochPlan(begin, not lives, elastic, goes_on, carries_over=not options.dynamic)
 
 
+def _delivery_of(target: Any, ahead: int, pins_for: str | None) -> Delivery:
+    """What is done to the batches of an epoch."""
+    if target is None and pins_for is None:
+        return Delivery()
+    from rayloader.gpu.to_device import delivery_of
+
+    return delivery_of(target, ahead, pins_for)
+
+
 class EpochIterator(OfOneProcess, BaseIterator):
     """Iterates over a loader's batches, as torch's iterators do.
 
@@ -143,15 +153,19 @@ class EpochIterator(OfOneProcess, BaseIterator):
     _adopted: Any = None  # see `adopted.py`: stands for a loader of another class, which is what torch's code passes
     _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
 
-    def __init__(self, loader: Any, num_workers: int, state: State | None, skips: SkipSteps | None = None) -> None:
+    def __init__(self, loader: Any, num_workers: int, state: State | None, skips: NothingSkipped | None = None) -> None:
         self._pid = os.getpid()
         self._skips = skips  # what it skips in place of the loader's `skip_steps`
         self._options = Options.of(loader)  # before torch draws anything
-        self._target = device_of(self._options.device)
+        self._target = target_of(self._options.device)
         log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
-        saved, self.num_workers = goes_on(loader, state, num_workers)  # torch's number: the batches depend on it
+        saved, self.num_workers = None, num_workers  # torch's number: the batches depend on it
+        if state is not None:
+            from rayloader.resume.checkpoint import goes_on
+
+            saved, self.num_workers = goes_on(loader, state, num_workers)
         # torch warns where it cannot pin; other warnings in there are of the program's own code.
         with warning_at_the_users_line() if loader.pin_memory else contextlib.nullcontext():
             super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
@@ -179,7 +193,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._redeal = state.redeal if state is not None else None
         self._saved: Any = None  # the sampler's iterator of an epoch that is to be continued
         if saved is not None:
-            self._saved = self.position.unpack(saved)
+            from rayloader.resume.saved import move_to
+
+            self._saved = move_to(self.position, saved)
             self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
@@ -188,9 +204,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         """Begins an epoch. Persistent workers first finish the tasks submitted to them before, as torch's do."""
         loader = loader if self._adopted is None else self._adopted
         if not first_iter:  # the program may have set another one, or another may be the current one
-            self._target = device_of(loader.device)
+            self._target = target_of(loader.device)
         pins_for = self._pin_memory_device if self._pin_memory else None
-        self._delivery = delivery_of(self._target, self._options.prefetch_to_device, pins_for)
+        self._delivery = _delivery_of(self._target, self._options.prefetch_to_device, pins_for)
         plan = self._end_epoch(first_iter)
         try:
             if plan.starts_workers:
@@ -199,7 +215,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             saved, self._saved = self._saved, None
             if plan.begin is Begin.RESUMED:
                 self._sampler_iter, self._num_yielded = saved, self.position.delivered
-                read_skips(loader, self.position, self._skips)
+                self.position.read_skips(loader, self._skips)
             else:
                 self._begin_epoch(loader, first_iter, plan)
             self._engine = self._new_engine(loader, plan)
@@ -242,7 +258,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         """Begins a new epoch, drawn by a new iterator of the sampler."""
         # torch's argument may be any object that is true or false.
         self.position.begins(bool(self._persistent_workers) and plan.begin is Begin.NEXT)
-        read_skips(loader, self.position, self._skips)
+        self.position.read_skips(loader, self._skips)
         super()._reset(loader, first_iter)
         redeal, self._redeal = self._redeal, None
         if redeal is not None:
@@ -391,9 +407,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             if not self._persistent_workers:
                 self._release()
             raise StopIteration
-        data = task.data
-        if isinstance(data, Moved):
-            data = data.handed_over()
+        data = self._delivery.handed_over(task.data)
         if isinstance(data, ExceptionWrapper):
             try:
                 data.reraise()

@@ -26,29 +26,19 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed
-from rayloader.data.shard_info import Reader, ranks_told
-from rayloader.epoch.to_device import device_of, moved_here, pinned
-from rayloader.errors import ReplayError, SkipLimitError
-from rayloader.options import Options
+from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError
+from rayloader.host.shard_info import Reader, ranks_told
+from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
-from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, new_position, read_skips, restore_random
+from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, restore_random
 from rayloader.resume.digest import chain, digest, digest_of, of_error
 from rayloader.resume.drawn import drawn
+from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming
-from rayloader.resume.skips import SkipSteps
+from rayloader.resume.saved import move_to
 from rayloader.resume.snapshot import end_again, has_state, load_state
 from rayloader.resume.state import State, Stream
-from rayloader.task import Outcome, Task
-
-
-class OfOneProcess:
-    """An iterator that cannot be sent to another process; raises torch's error, with a text that helps."""
-
-    def __getstate__(self) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} cannot be pickled: an iterator of a DataLoader belongs to one process; pass on the "
-            "loader in its place and call iter() there, or drop it in __getstate__ of the object that holds it"
-        )
+from rayloader.task import NothingSkipped, Outcome, Task
 
 
 class LocalIterator(OfOneProcess, SingleProcessIterator):
@@ -65,9 +55,9 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     last_task: Task
 
-    def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
+    def __init__(self, loader: Any, state: State | None, skips: NothingSkipped | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
-        self._target = device_of(self._options.device)
+        self._target = target_of(self._options.device)
         log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
@@ -76,7 +66,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         position.log = log
         if saved is None:
             position.begins(False)
-            read_skips(loader, position, skips)
+            position.read_skips(loader, skips)
         # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
         BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
@@ -104,9 +94,9 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._settle()
             self._iterate(Stream(begin))
         else:
-            self._sampler_iter = position.unpack(saved)
+            self._sampler_iter = move_to(position, saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
-            read_skips(loader, position, skips)
+            position.read_skips(loader, skips)
             self._num_yielded = position.delivered
             self._settle()
             self._go_on(Stream() if saved.stream is None else replace(saved.stream))
@@ -263,8 +253,14 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 outcome = Outcome.SKIPPED
                 return fetching.NOTHING
             if self._pin_memory:
+                from rayloader.gpu.to_device import pinned
+
                 data = pinned(data, self._pin_memory_device)
-            return data if self._target is None else moved_here(data, self._target[0])
+            if self._target is None:
+                return data
+            from rayloader.gpu.to_device import moved_here
+
+            return moved_here(data, self._target[0])
         except fetching.NothingLeft:
             outcome = Outcome.EMPTY
             return fetching.NOTHING

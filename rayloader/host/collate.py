@@ -20,7 +20,7 @@ from rayloader._compat import (
     torch_is_itself,
     typed_storage,
 )
-from rayloader.data.rows import Row, collate_rows
+from rayloader.fetching import collates
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.codec import Fresh
 from rayloader.transport.raw import NUMPYS, storage_over
@@ -69,7 +69,7 @@ def collate_into(arena: ArenaWriter | None, *, alone: bool = False) -> FreshTens
 
 def is_torchs(collate_fn: Any) -> bool:
     """Whether it is `default_collate`, and that runs no function of the user's for torch's own types."""
-    return collate_fn is default_collate and default_collate_fn_map == _OURS and torch_is_itself()
+    return collate_fn is default_collate and default_collate_fn_map == collates and torch_is_itself()
 
 
 def are_torchs(samples: Any) -> bool:
@@ -187,7 +187,7 @@ def _note(tensor: torch.Tensor, memory: Any) -> None:
 
 # Replacements of torch's functions.
 _INSTEAD = {collate_tensor_fn: stack, collate_int_fn: whole_numbers, collate_float_fn: floats}
-_OURS = {**{key: _INSTEAD.get(function, function) for key, function in _FIRST.items()}, Row: collate_rows}
+collates.update({key: _INSTEAD.get(function, function) for key, function in _FIRST.items()})
 
 
 # NOTE [no shared memory in collate]

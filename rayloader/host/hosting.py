@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rayloader._compat import call_at_begin_of_exit, set_worker_info
-from rayloader.data.shard_info import nobody_reads
+from rayloader.host.shard_info import nobody_reads
 from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.protocol import Answer, Result
 from rayloader.resume.journal import Resumed

@@ -24,9 +24,9 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
-from rayloader.data.shard_info import Reader
 from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
+from rayloader.host.shard_info import Reader
 from rayloader.host.whole_batches import SELECTS, whole_batch
 from rayloader.observe.histogram import pack
 from rayloader.protocol import ENDS, Replica, Result, ResultKind, Setup, carried

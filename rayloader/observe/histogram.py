@@ -14,11 +14,13 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rayloader.observe.stats import Times
+if TYPE_CHECKING:
+    from rayloader.observe.stats import Times
+
 
 # Classes of a histogram per octave, and the shortest and longest times that it distinguishes: powers of 2, in seconds.
 PER_OCTAVE = 8
@@ -61,6 +63,8 @@ class Histogram(NamedTuple):
 
     def times(self) -> Times:
         """The histogram in a few numbers."""
+        from rayloader.observe.stats import Times
+
         count = int(self.counts.sum())
         if not count:
             return Times()

@@ -16,11 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from rayloader.errors import RayloaderError
 from rayloader.observe.histogram import Histogram, Series, Spent, Work, pack
-from rayloader.observe.stats import Period, SlowBatch, WorkerStats
-from rayloader.observe.trace import Trace, Tracing
+
+if TYPE_CHECKING:
+    from rayloader.observe.stats import Period
+    from rayloader.observe.trace import Trace, Tracing
 
 # How many entries of a log are folded together: with fewer, NumPy's calls would cost more than the entries.
 FOLD = 2048
@@ -28,6 +31,9 @@ FOLD = 2048
 SLOWEST = 5
 # A batch that takes more than this many times the median is slow.
 SLOW = 4.0
+
+
+Slow = tuple[int, int, float, str]  # the fields of a `SlowBatch`
 
 
 @dataclass(slots=True)
@@ -70,7 +76,7 @@ class Tally:
         self.batches = self.samples = self.nbytes = self.restarts = self.skipped = 0
         self.first_wait = self.blocked = self.behind = self.drawing = 0.0
         self.workers = [WorkerTally() for _ in range(num_workers)]
-        self.slowest: list[SlowBatch] = []
+        self.slowest: list[Slow] = []
         self.slow = -1.0
         self.cpu_use: CpuUse | None = None
         self.trace: Trace | None = None
@@ -152,16 +158,16 @@ class Tally:
         whole = Spent.unpack(spent)
         return pack(*whole._replace(idle=max(0.0, min(whole.idle, perf_counter() - self._began))))
 
-    def note_slow(self, slow: SlowBatch) -> None:
+    def note_slow(self, slow: Slow) -> None:
         """A batch that may be one of the slowest."""
-        self.slowest = sorted([*self.slowest, slow], key=lambda slow: -slow.seconds)[:SLOWEST]
+        self.slowest = sorted([*self.slowest, slow], key=lambda slow: -slow[2])[:SLOWEST]
         self.slow = self._fifth_slowest
 
     @property
     def _fifth_slowest(self) -> float:
         if self.trace is not None or len(self.slowest) < SLOWEST:
             return -1.0
-        return self.slowest[-1].seconds
+        return self.slowest[-1][2]
 
     # ---- in any thread
 
@@ -194,6 +200,8 @@ class Tally:
 
     def period(self) -> Period:
         """The measurements, for the user."""
+        from rayloader.observe.stats import Period, SlowBatch, WorkerStats
+
         work = self.work
         build = Histogram()
         workers = []
@@ -225,7 +233,7 @@ class Tally:
             slow=slow,
             slow_ratio=seconds / times.median if slow else 0.0,
             workers=tuple(workers),
-            slowest=tuple(self.slowest),
+            slowest=tuple(SlowBatch(*slow) for slow in self.slowest),
         )
 
 
@@ -254,6 +262,8 @@ class Recorder:
             raise RayloaderError("this loader is being traced already; end that trace first")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} for the trace; make it first")
+        from rayloader.observe.trace import Tracing
+
         return Tracing(self, path.absolute(), title)
 
     def set_trace(self, trace: Trace | None) -> None:

@@ -16,19 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayloader.plain_state import unfit
+from rayloader.errors import unfit
 
 _SEED = "seed_seq"  # added to NumPy's own state
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 # By the names in their states.
-_BIT_GENERATORS = {
+BIT_GENERATORS = {
     kind.__name__: kind
     for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
 # Of NumPy's bit generators, where the next number lies, and the greatest one that there is.
 _PLACES = ((np.random.MT19937, ("state", "pos"), 624), (np.random.Philox, ("buffer_pos",), 4))
 _MOST_WORDS = 1024  # of a seed sequence's pool, which takes the square of that many steps to fill; NumPy's own are 4
-_TORCH_BYTES = len(torch.Generator().get_state())  # on the CPU; others have less
 _TORCH = struct.Struct("<8xi4xQ")  # of a state: numbers left until it makes new ones, and where the next one lies
 
 
@@ -93,26 +92,6 @@ def _check(what: str, number: Any, least: int, most: int) -> None:
         raise unfit(what, f"a whole number from {least} to {most}", number)
 
 
-def check_state(state: Any, kind: str | None = None) -> None:
-    """Raises an exception unless a generator can have this state.
-
-    Args:
-        state: of `state_of`.
-        kind: of `kind_of`; empty, or None if it is not known: then the state of a class of the user's may be anything.
-    """
-    match state:
-        case (3, tuple(), gauss) if kind in ("Random", None):
-            if type(gauss) not in (float, type(None)):
-                raise unfit("second normal number", "a float or None", gauss)
-            set_state(random.Random(), state)
-        case bytes() if kind == "torch" or (kind is None and len(state) >= _TORCH_BYTES):
-            set_state(torch.Generator(), state)
-        case {"bit_generator": str(name)} if kind or (kind is None and name in _BIT_GENERATORS):
-            set_state(make_generator(kind or ("RandomState" if "has_gauss" in state else "BitGenerator"), state), state)
-        case _ if kind:
-            raise unfit("generator", f"one of the kind {kind}", state)
-
-
 def _plain_seed(seed: np.random.SeedSequence) -> dict[str, Any]:
     """Its state, equal for sequences that give the same numbers, whatever kinds of numbers they were made from."""
     return {**seed.state, "entropy": _plain(seed.entropy), "spawn_key": _plain(seed.spawn_key)}
@@ -173,7 +152,7 @@ def kind_of(generator: Any) -> str:
     kind = type(generator)
     if kind in (random.Random, np.random.Generator, np.random.RandomState):
         return kind.__name__
-    if kind in _BIT_GENERATORS.values():
+    if kind in BIT_GENERATORS.values():
         return "BitGenerator"
     return "torch" if kind is torch.Generator and generator.device.type == "cpu" else ""
 
@@ -190,6 +169,6 @@ def make_generator(kind: str, state: Any) -> Any:
         case "torch":
             return torch.Generator()
         case "Generator" | "RandomState" | "BitGenerator":
-            bits = _BIT_GENERATORS[state["bit_generator"]]()
+            bits = BIT_GENERATORS[state["bit_generator"]]()
             return bits if kind == "BitGenerator" else getattr(np.random, kind)(bits)
     raise TypeError("a class of the user's")

@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 
 from rayloader.errors import ReplayError
 from rayloader.namespaces import is_a, is_own_name, own_modules
-from rayloader.plain_state import unfit
 from rayloader.random.generator_kinds import (
     KINDS,
-    check_state,
     distinct,
     engine,
     global_generators,
@@ -41,7 +39,7 @@ from rayloader.random.generator_kinds import (
     state_of,
     suits,
 )
-from rayloader.random.search import Found, Path, follow, in_words, is_path, put, search
+from rayloader.random.search import Found, Path, follow, in_words, put, search
 from rayloader.transport.pickler import Special
 
 _collected: list[Any] | None = None
@@ -107,14 +105,6 @@ class Located(NamedTuple):
     kind: str
     state: Any
     lasts: bool = False
-
-    def check(self) -> None:
-        """Raises an exception unless this is what `located` can have given."""
-        if not self.paths or not all(map(is_path, self.paths)):
-            raise unfit("paths to a generator", "those of attributes and items", self.paths)
-        if self.kind not in ("", "Random", "torch", "Generator", "RandomState", "BitGenerator"):
-            raise unfit("kind of a generator", "a known one", self.kind)
-        check_state(self.state, self.kind)
 
     @property
     def modules(self) -> set[str]:

@@ -5,20 +5,17 @@ Promise: `restore` restores exactly what `capture` has read, in this process or 
 
 from __future__ import annotations
 
-import array
 import ctypes
 import pickle
 import random
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rayloader import _compat
-from rayloader.plain_state import bytes_of, checked_dtype, text_of
-from rayloader.random.generator_kinds import check_state, set_state, state_of
+from rayloader.random.generator_kinds import set_state, state_of
 from rayloader.random.generators import Located
 
 _Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
@@ -90,90 +87,9 @@ class RandomState(NamedTuple):
         """The inverse of `since`."""
         return RandomState._make(b if a is None else a for a, b in zip(self, before, strict=True))
 
-    def pack(self) -> tuple[Any, ...]:
-        """Packs the states in plain, immutable types; 3.4 KB for each generator that is not None."""
-        numpy = self.numpy[1] if self.numpy is not None else None
-        located = None if self.located is None else tuple(map(tuple, self.located))
-        return tuple(map(_pack, (self.python, self.torch, numpy, self.others, located)))
-
-    @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> RandomState:
-        """The inverse of `pack`; JSON has made lists of its tuples."""
-        python, torch_, numpy, others, located = map(_unpack, packed)
-        numpy = None if numpy is None else (b"", numpy)
-        return cls(python, torch_, numpy, others, None if located is None else tuple(Located(*one) for one in located))
-
-    def checked(self) -> RandomState:
-        """This, after other generators were set to these states; raises what that raises."""
-        own = (("Random", self.python), ("torch", self.torch), ("RandomState", self.numpy and self.numpy[1]))
-        for kind, state in own:
-            if state is not None:
-                check_state(state, kind)
-        for state in self.others or ():
-            check_state(state)
-        for one in self.located or ():
-            one.check()
-        return self
-
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or pickle.dumps(a) == pickle.dumps(b)
-
-
-def _pack(state: Any) -> Any:
-    """A generator's state, in plain types; a tuple begins with what it represents."""
-    match state:
-        case np.ndarray():
-            return "array", state.dtype.str, text_of(state.tobytes())
-        case bytes():
-            return "bytes", *map(text_of, _halves(state))
-        case tuple() if len(state) > 100 and (words := _words(state)) is not None:
-            return "words", text_of(words)
-        case tuple():
-            return "tuple", *map(_pack, state)
-        case dict():
-            return "dict", *((key, _pack(part)) for key, part in state.items())
-        case np.generic():
-            return state.item()
-    return state
-
-
-def _unpack(packed: Any) -> Any:
-    match packed:
-        case ("array", dtype, text):
-            return np.frombuffer(bytes_of(text), checked_dtype(dtype))
-        case ("bytes", *halves):
-            return _joined(*map(bytes_of, halves))
-        case ("words", text):
-            return tuple(np.frombuffer(bytes_of(text), np.uint32).tolist())
-        case ("tuple", *parts):
-            return tuple(map(_unpack, parts))
-        case ("dict", *items):
-            return {key: _unpack(part) for key, part in items}
-    return packed
-
-
-def _words(state: tuple[Any, ...]) -> bytes | None:
-    """A state of 32-bit words, as Python's generator returns it; None if it is something else."""
-    try:
-        return array.array("I", state).tobytes()
-    except (TypeError, OverflowError):
-        return None
-
-
-def _halves(state: bytes) -> tuple[bytes, ...]:
-    """Lower halves, places of upper halves that are not zero, these, and the rest: torch keeps 32 bits in 64."""
-    count = len(state) // 8
-    lower, upper = np.frombuffer(state, np.uint32, 2 * count).reshape(-1, 2).T
-    where = np.flatnonzero(upper).astype(np.uint32)
-    return lower.tobytes(), where.tobytes(), upper[where].tobytes(), state[8 * count :]
-
-
-def _joined(lower: bytes, where: bytes, upper: bytes, rest: bytes) -> bytes:
-    words = np.zeros((len(lower) // 4, 2), np.uint32)
-    words[:, 0] = np.frombuffer(lower, np.uint32)
-    words[np.frombuffer(where, np.uint32), 1] = np.frombuffer(upper, np.uint32)
-    return words.tobytes() + rest
 
 
 def _torch_state() -> bytes:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rayloader.random.generator_kinds import set_state
+from rayloader.random.packed import pack
 from rayloader.random.random_state import RandomState
 from rayloader.resume.checkpoint import fits_any_ranks, fits_any_workers
 from rayloader.resume.state import VERSION, LocalState, SavedWorker, State, Stream, as_saved, tasks_in
@@ -142,7 +143,7 @@ def _opaque(content: bytes | None) -> dict[str, Any] | None:
 
 def _random(random: RandomState) -> dict[str, Any]:
     """The generators, by checksums of their states; torch's state also tells by which number it was seeded."""
-    python, torch_, numpy, others, located = random.pack()
+    python, torch_, numpy, others, located = pack(random)
     named = {"python": python, "torch": torch_, "numpy": numpy}
     found: dict[str, Any] = {name: _mark(state) for name, state in named.items() if state is not None}
     if random.torch is not None:
@@ -197,7 +198,7 @@ def _seeds(state: State) -> dict[str, Any]:
 def _order(state: State) -> list[str]:
     """Checksums of the points of the epoch from which the sampler can be read again."""
     starts = () if state.begin is None else state.begin.starts
-    return [_mark(((start.moment.random.pack(), start.moment.attributes), *start[1:4])) for start in starts]
+    return [_mark(((pack(start.moment.random), start.moment.attributes), *start[1:4])) for start in starts]
 
 
 def _samplers(state: State) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ from rayloader.observe.recorder import Tally
 from rayloader.replay.provenance import BEGIN, KEY, SCHEMA, Log, complete, read
 from rayloader.resume import checkpoint
 from rayloader.resume.position import Position
-from rayloader.resume.ranks import trains_in_a_group
+from rayloader.resume.samplers import trains_in_a_group
 from rayloader.resume.state import VERSIONS
 from rayloader.task import Outcome
 

@@ -20,10 +20,12 @@ from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import located, unknown_modules
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import Found, follow, in_words, search
-from rayloader.resume.position import Checksums, Position
-from rayloader.resume.ranks import Stage, in_batches, order_of, share, trains_in_a_group
-from rayloader.resume.samplers import RANK, Samplers
-from rayloader.resume.skips import SkipSteps, Step
+from rayloader.resume.loaded import RANK, LoadedSamplers
+from rayloader.resume.position import Position
+from rayloader.resume.ranks import Stage, in_batches, order_of, share
+from rayloader.resume.samplers import Samplers, Start, ranks_in
+from rayloader.resume.saved import Checksums, kept_of, place_of
+from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import WorkerState, load_state, told_by
 from rayloader.resume.state import (
     VERSIONS,
@@ -32,11 +34,11 @@ from rayloader.resume.state import (
     LocalState,
     SavedPlace,
     SavedWorker,
-    Start,
     State,
     WorkerStart,
     as_saved,
 )
+from rayloader.task import Step
 
 
 def make_state(loader: Any, position: Position | None, num_workers: int) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     with position.lock:
         stateful = position.stateful
         if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
-            place, num_workers = position.state(), position.num_workers
+            place, num_workers = place_of(position), position.num_workers
         epoch, skips = position.epochs_begun - (not position.finished), position.skips.in_order
     if position.follows_break and not position.delivered:
         warnings.warn(
@@ -76,29 +78,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         stateful=stateful,
         asked=True,
     )
-    return state.pack(position.parts)
-
-
-def new_position(loader: Any, state: State | None, base_seed: int, num_workers: int) -> Position:
-    """The position of a new iterator of the loader, which continues from a state, or begins another epoch."""
-    earlier = loader._position
-    if state is not None:
-        begun, skips = state.epoch, state.skip_steps
-    else:
-        begun, skips = (0, ()) if earlier is None else (earlier.epochs_begun, earlier.skips.steps)
-    iterable = bool(loader._dataset_kind)
-    position = Position(Samplers(loader), base_seed, num_workers, iterable=iterable, epochs_begun=begun)
-    position.skips = SkipSteps(known=skips)
-    return position
-
-
-def read_skips(loader: Any, position: Position, instead: SkipSteps | None = None) -> None:
-    """Reads the loader's `skip_steps`, or has others `instead`, for an epoch that begins or is resumed."""
-    if instead is not None:
-        position.skips = instead
-        return
-    several = trains_in_a_group() or ranks_in(loader, position.samplers) is not None
-    position.read_skips(loader.skip_steps, is_one_of_several=several)
+    return state.pack(kept_of(position).parts)
 
 
 def still(loader: Any, state: State) -> dict[str, Any]:
@@ -163,7 +143,7 @@ def load(loader: Any, state: State | list[State]) -> State:
     Raises:
         StateError: the state does not fit the loader.
     """
-    samplers = Samplers(loader)
+    samplers = LoadedSamplers(loader)
     if isinstance(state, list):
         state = redealt(loader, samplers, state)
     progress = _check(loader, samplers, state)
@@ -218,11 +198,6 @@ def rank_of(loader: Any) -> int | None:
     return None if ranks is None else int(ranks.rank)
 
 
-def ranks_in(loader: Any, samplers: Samplers) -> Any:
-    """What divides a loader's data among ranks, with their number and its own; None if nothing does."""
-    return samplers.part if samplers.part is not None else loader._ranks
-
-
 def fits_any_workers(state: State) -> bool:
     """Whether the batches depend neither on the number of workers nor on whether there are any."""
     remembers = any(part is not None and part.remembers for part in (state.position, state.process))
@@ -260,7 +235,7 @@ def _check_workers(loader: Any, state: State, num_workers: int) -> None:
     )
 
 
-def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
+def redealt(loader: Any, samplers: LoadedSamplers, states: list[State]) -> State:
     """One state for this rank, from those of all ranks, whose number may have been different.
 
     Raises:
@@ -307,7 +282,7 @@ def redealt(loader: Any, samplers: Samplers, states: list[State]) -> State:
     return state._replace(redeal=_rest(loader, samplers, lead.position, places))
 
 
-def _rest(loader: Any, samplers: Samplers, lead: SavedPlace, places: list[SavedPlace]) -> EpochBegin:
+def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[SavedPlace]) -> EpochBegin:
     """What no rank has taken, from the places of all; raises StateError unless they have drawn the same order."""
     part: Any = samplers.part
     size, stages = loader.batch_size, lead.begin.stages
@@ -335,7 +310,7 @@ def _rest(loader: Any, samplers: Samplers, lead: SavedPlace, places: list[SavedP
 
 
 @as_saved()
-def _check(loader: Any, samplers: Samplers, state: State, *, any_rank: bool = False) -> list[list[str]]:
+def _check(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: bool = False) -> list[list[str]]:
     """Raises StateError unless the state fits the loader; with `any_rank` it may be another rank's.
 
     Returns:
@@ -385,7 +360,7 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _warn_of_more(loader: Any, samplers: Samplers) -> None:
+def _warn_of_more(loader: Any, samplers: LoadedSamplers) -> None:
     """In the middle of an epoch a sampler that does not reproduce its draws is an error; here nothing is drawn."""
     if samplers.keep_more(loader.dataset, [] if loader.num_workers else generators_of(loader)):
         warnings.warn(

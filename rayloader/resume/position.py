@@ -1,74 +1,25 @@
-"""The position of an iterator's user in its stream, also as a part of a state.
+"""The position of an iterator's user in its stream; `saved.py` makes a part of a state of it.
 
-Promise: only batches that were handed to the user count. Unpacked, a position continues where the other one was, or
-raises an error that says that it cannot.
+Promise: only batches that were handed to the user count.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 import math
-import operator
-import pickle
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rayloader import fetching
-from rayloader.errors import StateError
-from rayloader.random.generators import note_modules
-from rayloader.resume.drawn import Drawn, drawn
-from rayloader.resume.journal import Journal, may_be_stale
-from rayloader.resume.ranks import Stage
-from rayloader.resume.samplers import Samplers
-from rayloader.resume.skips import Given, SkipSteps
-from rayloader.resume.snapshot import has_state, told_by
-from rayloader.resume.state import (
-    EpochBegin,
-    OwnState,
-    Parts,
-    SavedPlace,
-    SavedWorker,
-    Start,
-    Stream,
-    WorkerStart,
-    as_saved,
-    tasks_in,
-    text_of_tasks,
-)
-from rayloader.task import Task
-from rayloader.transport import codec
+from rayloader.resume.journal import Journal
+from rayloader.resume.samplers import Samplers, Start, ranks_in, trains_in_a_group
+from rayloader.task import NothingSkipped
 
-
-class Checksums:
-    """Checksums of a sampler's draws, compared with earlier ones.
-
-    Args:
-        expected: checksums of the indices of the first tasks.
-    """
-
-    def __init__(self, expected: dict[int, int]) -> None:
-        self._expected = expected
-        self._found = {0: 0} if 0 in expected else {}
-        self._checksum = 0
-        self.count = 0  # tasks
-
-    def add(self, indices: Any) -> codec.Encoded:
-        """The indices of the next task."""
-        encoded, self._checksum = drawn(indices, self._checksum)
-        self.count += 1
-        if self.count in self._expected:
-            self._found[self.count] = self._checksum
-        return encoded
-
-    @property
-    def as_expected(self) -> bool:
-        """Whether the draws were the same."""
-        return self._found == self._expected
+if TYPE_CHECKING:
+    from rayloader.resume.ranks import Stage
+    from rayloader.resume.state import EpochBegin, State, Stream
 
 
 class DrawnAgain(Iterator[Any]):
@@ -85,41 +36,6 @@ class DrawnAgain(Iterator[Any]):
         if self._ended:
             raise StopIteration
         return next(self._indices)
-
-
-class _LastWorker:
-    """One worker as it was in the last state: what has not changed since is the same object in the next."""
-
-    def __init__(self) -> None:
-        self._made_of: tuple[Any, ...] = (self,) * 4
-        self._worker = SavedWorker()
-        self._count = 0  # tasks to be built again
-
-    def of(self, journal: Journal, *, is_compared: bool) -> SavedWorker:
-        """The worker with this journal; `is_compared`: its stream is read again from the start, and compared."""
-        if not journal.begun:
-            raise StateError(
-                "the iterator was dropped before its workers had reported their state; save while iterating"
-            )
-        before, tasks = journal.before, journal.replay
-        if is_compared and not may_be_stale(journal.base):
-            before = None
-        made_of, known = (journal.base, before, journal.newest, tasks), self._made_of
-        if len(tasks) == self._count and all(map(operator.is_, made_of, known)):
-            return self._worker
-        (start, _, replay), count = self._worker, self._count
-        if journal.base is not known[0] or before is not known[1]:
-            start = WorkerStart(journal.base, before)
-            if journal.base is not None and journal.base.error:
-                raise StateError(f"a worker's dataset could not save its state:\n{journal.base.error}")
-            note_modules(start.located)
-        if tasks is not known[3]:
-            replay, count = "", 0
-        newest_first = itertools.islice(reversed(tasks.values()), len(tasks) - count)
-        worker = SavedWorker(start, journal.remembers, replay + text_of_tasks([*newest_first][::-1]))
-        count = len(tasks)
-        self._worker, self._made_of, self._count = worker, made_of, count  # no interrupt comes in between
-        return worker
 
 
 class StepLog(Protocol):
@@ -155,12 +71,10 @@ class Position:
         self.num_workers = num_workers
         self.iterable = iterable
         self.journals = [Journal() for _ in range(num_workers)]  # the workers' own, for a position outlives its fleet
-        self.parts = Parts()  # of the last state
-        self._workers = [_LastWorker() for _ in range(num_workers)]
-        self._begin = EpochBegin()
+        self.kept: Any = None  # of the last state, by `saved.py`
         self.epoch = 0  # epochs of these workers before this one
         self.epochs_begun = epochs_begun  # of the run, this one included
-        self.skips = SkipSteps()
+        self.skips: NothingSkipped = NothingSkipped()
         self.log: StepLog | None = None
         self._forget_epoch()
 
@@ -210,8 +124,10 @@ class Position:
         """The epoch was begun by other ranks: returns the iterator over this rank's share of the rest."""
         self.starts, self.stages = begin.starts, begin.stages
         self.skips.forget(self.epoch_of_run)
+        from rayloader.resume.ranks import iterator_of
+
         with self.samplers.at(self.starts[0].moment):
-            return self.samplers.iterator(self.stages)
+            return iterator_of(self.samplers, self.stages)
 
     def sampler_begins(self, iterator: Any) -> None:
         """The sampler's iterator is about to be read for the first time, or to continue."""
@@ -249,10 +165,21 @@ class Position:
         """Whether the user already has this task's batch."""
         return task_id in self._ahead
 
-    def read_skips(self, given: Given, *, is_one_of_several: bool) -> None:
-        """Reads the loader's `skip_steps`, in an epoch of which nothing was drawn since it was begun or resumed."""
-        at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
-        self.skips = SkipSteps(given, self.skips.steps, at, follows=not is_one_of_several)
+    def read_skips(self, loader: Any, instead: NothingSkipped | None = None) -> None:
+        """Reads the loader's `skip_steps`, or has others `instead`.
+
+        It is called in an epoch of which nothing was drawn since it was begun or resumed.
+        """
+        if instead is not None:
+            self.skips = instead
+        elif loader.skip_steps is None and not self.skips.steps:
+            self.skips = NothingSkipped()
+        else:
+            from rayloader.resume.skips import SkipSteps
+
+            at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
+            alone = not trains_in_a_group() and ranks_in(loader, self.samplers) is None
+            self.skips = SkipSteps(loader.skip_steps, self.skips.steps, at, follows=alone)
 
     def step_of(self, task_id: int) -> int:
         """The number of the next task's step, or of the last one's.
@@ -327,117 +254,21 @@ class Position:
         self.skipped += len(samples)
         fetching.tell(samples, self.skipped, max_skipped)
 
-    # ---- as a state
-
     def samplers_of(self, loader: Any) -> Samplers:
         """The current samplers of the loader whose position this is."""
         if not self._samplers_now.are_of(loader):
             self._samplers_now = Samplers(loader)
         return self._samplers_now
 
-    def state(self) -> SavedPlace:
-        """The position, for a state.
 
-        Raises:
-            StateError: it can't be saved.
-        """
-        self.settle()
-        if self.error:
-            raise StateError(f"the position in the epoch can't be saved: {self.error}")
-        begin = self.base_seed, self.shared_seed, self.epoch, self.starts, self.stages
-        if not all(map(operator.is_, begin, self._begin)):
-            if errors := [start.own.error for start in self.starts if start.own.error]:
-                raise StateError(f"the sampler could not save its state:\n{errors[0]}")
-            self._begin = EpochBegin(*begin)
-        draws = int(min(self._draws, self.drawn_by_torch))
-        last = max(draws, self.next_task) - 1
-        while last >= self.next_task and last not in self._checksums:
-            last -= 1
-        stream = self.stream
-        if stream is not None and stream.iterator is not None:
-            stream = replace(stream, iterator=None, told=stream.told or told_by(stream.iterator))
-        pairs = zip(self._workers, self.journals, strict=True)
-        return SavedPlace(
-            self._begin,
-            stream,
-            tuple([worker.of(journal, is_compared=self.iterable) for worker, journal in pairs]),
-            tuple(sorted(self._ahead)),
-            next_task=self.next_task,
-            next_worker=self.next_worker,
-            delivered=self.delivered,
-            checksum=self.checksum,
-            skipped=self.skipped,
-            finished=self.finished,
-            draws=draws,
-            drawn=last + 1,
-            drawn_checksum=self._checksums.get(last, self.checksum),
-        )
-
-    def unpack(self, saved: SavedPlace) -> Any:
-        """Moves this position, of a new iterator, to where another one was.
-
-        Returns:
-            The sampler's iterator, from there on.
-
-        Raises:
-            StateError: the sampler does not reproduce its indices.
-        """
-        begin = saved.begin
-        self.epochs_begun += not saved.finished
-        self.base_seed, self.shared_seed, self.epoch = begin.base_seed, begin.shared_seed, begin.epoch
-        self.starts, self.stages = begin.starts, begin.stages
-        self.next_task, self.next_worker = saved.next_task, saved.next_worker
-        self.delivered, self.skipped, self.finished = saved.delivered, saved.skipped, saved.finished
-        self._ahead = dict.fromkeys(saved.ahead, saved.checksum)
-        self.stateful = any(start.own != OwnState() for start in self.starts)
-        replays = [tasks_in(worker.replay) for worker in saved.workers]
-        told: dict[int, codec.Encoded | None] = {task_id: None for replay in replays for task_id, _ in replay}
-        iterator = iter(()) if self.finished and not told else self._draw_again(saved, told)
-        for journal, worker, replay in zip(self.journals, saved.workers, replays, strict=True):
-            base = worker.start.state
-            if base is not None:  # later tasks come after what it has built, whatever their numbers
-                base = base._replace(last_task=min(base.last_task, self.next_task - 1))
-            # Without order a worker may be ahead of what was drawn again; then nothing depends on its earlier batches.
-            known = [(task_id, told[task_id], digest) for task_id, digest in replay]
-            again = [Task(number, Drawn(indices, 0), digest=digest) for number, indices, digest in known if indices]
-            journal.starts_at(base, again)
-            if worker.start.before is not None:
-                journal.starts_before(worker.start.before)
-        return iterator
-
-    def _draw_again(self, saved: SavedPlace, told: dict[int, codec.Encoded | None]) -> Any:
-        """The sampler's iterator at the position; fills in the indices for the tasks in `told`. See `samplers.py`."""
-        expected = {self.next_task: saved.checksum, saved.drawn: saved.drawn_checksum}
-        self._draws, self.checksum = saved.draws, saved.checksum
-        for start in self.starts:
-            theirs = self.samplers.are_of_users  # what they raise is the user's to see
-            with self.samplers.at(start.moment), contextlib.nullcontext() if theirs else as_saved():
-                iterator = self._iterator_at(start)
-                if start.drawing is not None:
-                    self.samplers.move_to(start.drawing)
-                if self.iterable:  # its indices carry no information, and are all the same
-                    told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
-                    return iterator
-                given = iterator if start.first is None else itertools.chain([start.first], iterator)
-                checksums, ahead = Checksums(expected), []
-                for task_id, indices in enumerate(itertools.islice(given, self._draws)):
-                    encoded = checksums.add(indices)
-                    if task_id >= self.next_task:
-                        ahead.append(copy.deepcopy(indices))  # the sampler may reuse its list
-                    elif task_id in told:
-                        told[task_id] = encoded
-                if checksums.as_expected:
-                    return DrawnAgain(ahead, iterator, ended=checksums.count < self._draws)
-        raise StateError(
-            f"the sampler did not reproduce its indices: the first {self.next_task} batches, or those drawn ahead, "
-            "differ from the saved ones. A sampler must depend on nothing but its arguments, set_epoch and random "
-            "generators that it holds, or have state_dict() and "
-            "load_state_dict()"
-        )
-
-    def _iterator_at(self, start: Start) -> Any:
-        self.samplers.load(start.own.sampler)
-        iterator = self.samplers.iterator(self.stages)
-        if start.own.iterator is not None and has_state(iterator):
-            iterator.load_state_dict(pickle.loads(start.own.iterator))
-        return iterator
+def new_position(loader: Any, state: State | None, base_seed: int, num_workers: int) -> Position:
+    """The position of a new iterator of the loader, which continues from a state, or begins another epoch."""
+    earlier = loader._position
+    if state is not None:
+        begun, skips = state.epoch, {*state.skip_steps}
+    else:
+        begun, skips = (0, set()) if earlier is None else (earlier.epochs_begun, earlier.skips.steps)
+    iterable = bool(loader._dataset_kind)
+    position = Position(Samplers(loader), base_seed, num_workers, iterable=iterable, epochs_begun=begun)
+    position.skips = NothingSkipped(skips)
+    return position

@@ -31,6 +31,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rayloader.options import is_whole
 from rayloader.random.random_state import RandomState
+from rayloader.resume.samplers import QUIET_SAMPLERS, SHARDS, Samplers, chain_of, part_of, tell_epoch
 
 _T = TypeVar("_T")
 Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and the one after the last
@@ -38,12 +39,6 @@ Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and th
 # Attributes by which samplers and datasets show that they are parts: torch's and those modelled on it; Accelerate's;
 # Megatron's and others.
 _NUMBERS = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
-_MOST_HELD = 20  # samplers in each other
-
-
-def trains_in_a_group() -> bool:
-    """Whether this process is one of several of torch.distributed's, whatever its loaders were told."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters are torch's affair
@@ -103,6 +98,10 @@ class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters a
                 "__len__(); or let the sampler yield only this rank's items, and leave num_replicas and rank out"
             )
         return given
+
+
+SHARDS.add(Shard)
+QUIET_SAMPLERS.add(Shard)
 
 
 class Ranks(NamedTuple):
@@ -211,12 +210,6 @@ def is_part(obj: Any) -> bool:
     )
 
 
-def part_of(index_sampler: Any) -> DistributedSampler[Any] | None:
-    """The sampler of a loader that yields this rank's part, if its whole order can be drawn."""
-    found = [sampler for sampler in chain_of(index_sampler) if type(sampler) in (DistributedSampler, Shard)]
-    return found[0] if found else None
-
-
 class SameOrder:
     """Notices that a program repeats a random order because it does not set the epoch."""
 
@@ -247,37 +240,6 @@ def order_of(part: DistributedSampler[Any]) -> list[Any]:
     alone: DistributedSampler[Any] = DistributedSampler(part.dataset, 1, 0, part.shuffle, part.seed)
     alone.set_epoch(part.epoch)
     return list(alone)
-
-
-def chain_of(sampler: Any, until: type | None = None) -> list[Any]:
-    """A sampler and those that it holds, the innermost last; or up to the first one of a type.
-
-    Some objects have a `sampler` without end: a `Mock`, or a proxy that wraps its inner one anew at each access.
-    """
-    chain: list[Any] = []
-    while sampler is not None and len(chain) < _MOST_HELD and not any(sampler is known for known in chain):
-        chain.append(sampler)
-        if until is not None and isinstance(sampler, until):
-            break
-        inner = _held(sampler, "sampler")
-        sampler = inner if inner is not None else _held(sampler, "batch_sampler")
-    return chain
-
-
-def _held(sampler: Any, name: str) -> Any:
-    """An attribute of a sampler, if it is the same object whenever it is read: torch does not read it at all."""
-    try:
-        value = getattr(sampler, name, None)  # it may be a tensor, which has no truth value
-        return value if value is None or value is getattr(sampler, name) else None
-    except Exception:  # of the user's own code, which may raise anything
-        return None
-
-
-def tell_epoch(parts: list[Any], epoch: int) -> None:
-    """Sets the epoch of those of a loader's parts that have `set_epoch`."""
-    for part in parts:
-        if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)
 
 
 def _kept(item: Any) -> Any:
@@ -334,3 +296,13 @@ def _left_over(places: list[int], taken: list[Ranges], *, drop_last: bool) -> li
         place for mine, ranges in zip(shares, taken, strict=True) for begin, end in ranges for place in mine[begin:end]
     }
     return [place for place in places if place not in gone]
+
+
+def iterator_of(samplers: Samplers, stages: Sequence[Stage]) -> Any:
+    """The index sampler's iterator; after stages, over what is left for this rank."""
+    if not stages:
+        return iter(samplers.index_sampler)
+    part = samplers.part
+    assert part is not None
+    mine = share(order_of(part), stages, part.num_replicas, part.rank, drop_last=part.drop_last)
+    return in_batches(mine, samplers.batch_size, drop_last=samplers.drop_last)

@@ -15,21 +15,17 @@ A state that was saved between two epochs changes nothing at `iter()`.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import itertools
 import operator
 import pickle
-import reprlib
 import sys
 import traceback
-import types
-import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -45,12 +41,9 @@ from rayloader.namespaces import functions_of, is_a, names_in, namespace_of
 from rayloader.random.generator_kinds import KINDS, distinct, suit
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
-from rayloader.resume.drawn import drawn
-from rayloader.resume.ranks import Shard, Stage, chain_of, in_batches, order_of, part_of, share
 from rayloader.resume.snapshot import dump_state, has_state
-from rayloader.resume.state import Moment, OwnState, SamplerState
 
-# Torch's own, and a rank's shard of any sampler: what they give depends on nothing that a state does not hold.
+# Torch's own, and those of `SHARDS`: what they give depends on nothing that a state does not hold.
 QUIET_SAMPLERS = {
     SequentialSampler,
     RandomSampler,
@@ -58,22 +51,76 @@ QUIET_SAMPLERS = {
     WeightedRandomSampler,
     DistributedSampler,
     InfiniteConstantSampler,
-    Shard,
 }
+SHARDS: set[type] = set()  # samplers of `ranks.py`, if that was imported: a rank's part of any other
+_MOST_HELD = 20  # samplers in each other
 _SIMPLE = (int, float, str, bool, type(None))
-# The arguments that make a DistributedSampler this rank's; other ranks may continue, see `ranks.py`.
-RANK = ("num_replicas", "rank")
-_OF_RANK = (*RANK, "num_samples", "total_size")
-_DISTRIBUTED = (*RANK, "seed", "shuffle", "drop_last")
-_DATA = ("data_source", "dataset")  # names of the attributes for what samplers sample from
-_MOST_COPIED = 100_000  # how many objects a sampler may hold to be copied for this check
-_ASKED_FOR = 100  # how many batches of two orders are compared: few samples have the same order by chance
+DATA = ("data_source", "dataset")  # names of the attributes for what samplers sample from
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes have no state
-_END = object()
-_NO_STATE = OwnState()
 
 # Simple attributes of samplers when a loader first had them, by id: those changed since are the sampler's progress.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+
+
+class Moment(NamedTuple):
+    """The state of a loader's samplers at one moment, apart from their own `state_dict`.
+
+    Attributes:
+        random: the generators that the samplers and the base seed draw from.
+        attributes: simple ones (numbers, strings, booleans, None) of each sampler, the outermost first.
+    """
+
+    random: RandomState
+    attributes: tuple[dict[str, Any], ...]
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the outermost sampler that has one."""
+        epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
+        return epochs[0] if epochs else None
+
+
+class OwnState(NamedTuple):
+    """The result of `state_dict` of a sampler, and of its iterator, pickled; or why there is none."""
+
+    sampler: bytes | None = None
+    iterator: bytes | None = None
+    error: str = ""
+
+
+class SamplerState(NamedTuple):
+    """The samplers when the state was saved, apart from the generators.
+
+    Attributes:
+        own: the result of the sampler's `state_dict`, pickled.
+        attributes: as in `Moment`.
+        progress: for each sampler, the attributes that had changed since a loader first had it.
+        tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
+        asked: whether the loader had begun an epoch.
+    """
+
+    own: bytes | None
+    attributes: tuple[dict[str, Any], ...]
+    progress: tuple[tuple[str, ...], ...]
+    tells: bool
+    asked: bool
+
+
+class Start(NamedTuple):
+    """A point of an epoch from which the sampler can be read again: before its first draw, or after that.
+
+    The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
+    others only from one saved in the middle of an epoch.
+    """
+
+    moment: Moment
+    own: OwnState = OwnState()
+    first: Any = None  # after the first draw: its result
+    checksum: int = 0  # of that
+    drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
+
+
+_NO_STATE = OwnState()
 
 
 class Samplers:
@@ -81,7 +128,7 @@ class Samplers:
 
     def __init__(self, loader: Any) -> None:
         self.index_sampler = loader._index_sampler
-        self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
+        self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self._chain = chain_of(self.index_sampler)
         self._is_stock = not any(map(own_classes, self._chain))
         self._seen = self._contents(loader)
@@ -91,7 +138,7 @@ class Samplers:
         self.part = part_of(self.index_sampler)
         is_stock = type(innermost) in QUIET_SAMPLERS and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
         # Users of the global generators: the base seed, and samplers. A shard's order does not depend on them.
-        shards = type(self.part) is Shard
+        shards = type(self.part) in SHARDS
         self._only_torch = is_stock or shards
         own = loader.generator is not None and (shards or getattr(innermost, "generator", loader.generator) is not None)
         self._needs_global = not (self._only_torch and own)
@@ -129,33 +176,7 @@ class Samplers:
                 contents += (sampler, *named_generators(sampler))
         return contents
 
-    def iterator(self, stages: Sequence[Stage]) -> Any:
-        """The index sampler's iterator; after stages, over what is left for this rank."""
-        if not stages:
-            return iter(self.index_sampler)
-        part = self.part
-        assert part is not None
-        mine = share(order_of(part), stages, part.num_replicas, part.rank, drop_last=part.drop_last)
-        return in_batches(mine, self._batch_size, drop_last=self._drop_last)
-
     # ---- generators and attributes
-
-    def of_this_rank(self, moment: Moment) -> Moment:
-        """A moment of another rank's samplers, converted for these: only what all ranks share is taken from it."""
-        own = self.capture()
-        attributes = tuple(
-            {**theirs, **{name: value for name, value in ours.items() if name in _OF_RANK}}
-            for theirs, ours in zip(moment.attributes, own.attributes, strict=True)
-        )
-        others = moment.random.others
-        if others and self._keeps_generator:
-            others = own.random.others[:1] + others[1:]  # type: ignore[index]
-        return Moment(own.random._replace(others=others), attributes)
-
-    @property
-    def _keeps_generator(self) -> bool:
-        """Whether the loader's generator does not matter to the samplers: only base seeds are drawn from it."""
-        return self._loaders_own is not None and all(g is not self._loaders_own for g in self._held_generators())
 
     def _find_generators(self) -> list[Any]:
         own = [] if self._loaders_own is None else [self._loaders_own]
@@ -174,7 +195,7 @@ class Samplers:
 
     def _is_searched(self, name: str, value: Any) -> bool:
         """Whether an attribute of a sampler is searched elsewhere."""
-        named = name in (*_DATA, "sampler") and type(value) not in _SIMPLE
+        named = name in (*DATA, "sampler") and type(value) not in _SIMPLE
         return named or any(value is sampler for sampler in self._chain)
 
     def _has_made(self, moment: Moment) -> None:
@@ -192,7 +213,7 @@ class Samplers:
 
     def attributes(self) -> tuple[dict[str, Any], ...]:
         """The current simple attributes of each sampler."""
-        return tuple(_simple(sampler) for sampler in self._chain)
+        return tuple(simple_in(sampler) for sampler in self._chain)
 
     def random(self) -> RandomState:
         """The current states of the generators that `iter()` and the samplers draw from."""
@@ -202,14 +223,6 @@ class Samplers:
         if not self._needs_global:
             random = random._replace(torch=None)
         return random
-
-    def restore(self, moment: Moment, progress: list[list[str]]) -> None:
-        """Restores the generators, and the attributes that `progress` names for each sampler."""
-        changed = tuple(
-            {name: value for name, value in simple.items() if name in names or (makes and name == "generator")}
-            for simple, names, makes in zip(moment.attributes, progress, self._makes_generator, strict=True)
-        )
-        self.move_to(Moment(moment.random, changed))
 
     @contextlib.contextmanager
     def at(self, moment: Moment) -> Iterator[None]:
@@ -236,7 +249,7 @@ class Samplers:
         """For each sampler, the attributes that have changed since a loader first had it."""
         return tuple(
             tuple(
-                name for name, value in _simple(sampler).items() if name not in first or not _same(value, first[name])
+                name for name, value in simple_in(sampler).items() if name not in first or not same(value, first[name])
             )
             for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
         )
@@ -249,90 +262,6 @@ class Samplers:
                 f"one has {len(self._generators)}, or others; make the loader as the one that was saved, with all "
                 "generators from the beginning, or give the sampler state_dict() and load_state_dict()"
             )
-
-    def check_attributes(self, moment: Moment) -> None:
-        """Raises StateError if samplers, at another moment, can't have had these attributes."""
-        for sampler, simple, makes in zip(self._chain, moment.attributes, self._makes_generator, strict=True):
-            for name, value in simple.items():
-                if makes and name == "generator" and value is None:
-                    continue  # see _has_made
-                here = attributes_of(sampler).get(name)
-                is_held = self._is_searched(name, here) or is_a(here, KINDS) or (callable(here) and value is not None)
-                is_torchs = not own_classes(sampler) or _is_epoch(sampler, name)
-                if is_held or (is_torchs and not _alike(value, here)):
-                    raise StateError(
-                        f"the state has {name}={value!r} of the sampler {type(sampler).__name__}, and it can't become "
-                        f"that here, where it is {reprlib.repr(here)}; make the sampler as the one that was saved"
-                    )
-
-    def check(self, saved: Moment, sampler_state: SamplerState, *, any_rank: bool) -> list[list[str]]:
-        """Raises StateError if the saved samplers were created with other arguments than these.
-
-        An attribute that has changed in neither of the two runs, and differs, is an argument.
-
-        Args:
-            saved: what the samplers were when the state was saved.
-            sampler_state: the rest of the state that is about them.
-            any_rank: whether the state may be another rank's.
-
-        Returns:
-            For each sampler, the attributes that have changed, there or here.
-        """
-        self._has_made(saved)
-        self._check_generators(saved)
-        self.check_attributes(saved)
-        progress, tells = sampler_state.progress, sampler_state.tells
-        both = [sorted({*theirs, *ours}) for theirs, ours in zip(progress, self.progress(), strict=True)]
-        for sampler, simple, moves in zip(self._chain, saved.attributes, both, strict=True):
-            own = _simple(sampler)
-            for name in own.keys() & simple.keys():
-                if isinstance(sampler, DistributedSampler) and name in _DISTRIBUTED:
-                    matters = True
-                else:
-                    matters = not tells and name not in moves
-                if _is_epoch(sampler, name):
-                    moves.append(name)
-                elif matters and not (any_rank and name in _OF_RANK) and not _same(own[name], simple[name]):
-                    _refuse(sampler, name, simple[name], own[name])
-        return both
-
-    def keep_more(self, dataset: Any, others: list[Any]) -> bool:
-        """Whether the user's samplers have state that neither a `Moment` nor their own state contains, and draw by it.
-
-        Iterates over copies of them twice from the same moment on. They share the dataset, which may be large. If a
-        sampler can't be copied or read, False.
-
-        Args:
-            dataset: that the samplers sample from.
-            others: generators that are restored together with the samplers' own.
-        """
-        if self._stateful is not None or not any(map(own_classes, self._chain)):
-            return False
-        shared = [dataset, *(getattr(sampler, name, None) for sampler in self._chain for name in _DATA)]
-        shared += [value for one in shared for value in attributes_of(one).values()]  # for instance a subset's dataset
-        given = types.SimpleNamespace(batch_size=self._batch_size, drop_last=self._drop_last)
-        before = RandomState.capture(followed := distinct([*self._generators, *others]))
-        try:
-            given._index_sampler, given.generator = copy.deepcopy(
-                (self.index_sampler, self._loaders_own), _Copied({id(one): one for one in shared})
-            )
-            copies = Samplers(given)
-            moment = copies.capture()
-            first = copies._draw()
-            before.restore(followed)
-            copies.move_to(moment)
-            return first != copies._draw()
-        except Exception:  # of the user's own code, which may raise anything
-            return False
-        finally:
-            before.restore(followed)
-
-    def _draw(self) -> int:
-        """A checksum of the first batches that the sampler yields."""
-        checksum = 0
-        for indices in itertools.islice(self.index_sampler, _ASKED_FOR):
-            checksum = drawn(indices, checksum).checksum
-        return checksum
 
     # ---- the own states of the user's samplers
 
@@ -362,22 +291,52 @@ class Samplers:
         if self._stateful is not None and state is not None:
             self._stateful.load_state_dict(pickle.loads(state))
 
-    def load_between_epochs(self, state: bytes | None) -> None:
-        """Loads a state from between two epochs: the next epoch is a whole one.
 
-        Samplers differ in what such a state says: that they begin, or, like torchdata's, that everything was yielded.
-        Such a sampler is iterated once, yields nothing, and then begins.
-        """
-        self.load(state)
-        if self._stateful is None or state is None:
-            return
-        before = self.capture()
-        is_at_end = next(iter(self.index_sampler), _END) is _END
-        if is_at_end:
-            before.random.restore(self._generators)
-        else:
-            self.move_to(before)
-            self.load(state)
+def part_of(index_sampler: Any) -> DistributedSampler[Any] | None:
+    """The sampler of a loader that yields this rank's part, if its whole order can be drawn."""
+    found = [sampler for sampler in chain_of(index_sampler) if type(sampler) in {DistributedSampler, *SHARDS}]
+    return found[0] if found else None
+
+
+def chain_of(sampler: Any, until: tuple[type, ...] = ()) -> list[Any]:
+    """A sampler and those that it holds, the innermost last; or up to the first one of these types.
+
+    Some objects have a `sampler` without end: a `Mock`, or a proxy that wraps its inner one anew at each access.
+    """
+    chain: list[Any] = []
+    while sampler is not None and len(chain) < _MOST_HELD and not any(sampler is known for known in chain):
+        chain.append(sampler)
+        if isinstance(sampler, until):
+            break
+        inner = _held(sampler, "sampler")
+        sampler = inner if inner is not None else _held(sampler, "batch_sampler")
+    return chain
+
+
+def _held(sampler: Any, name: str) -> Any:
+    """An attribute of a sampler, if it is the same object whenever it is read: torch does not read it at all."""
+    try:
+        value = getattr(sampler, name, None)  # it may be a tensor, which has no truth value
+        return value if value is None or value is getattr(sampler, name) else None
+    except Exception:  # of the user's own code, which may raise anything
+        return None
+
+
+def tell_epoch(parts: list[Any], epoch: int) -> None:
+    """Sets the epoch of those of a loader's parts that have `set_epoch`."""
+    for part in parts:
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+def trains_in_a_group() -> bool:
+    """Whether this process is one of several of torch.distributed's, whatever its loaders were told."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def ranks_in(loader: Any, samplers: Samplers) -> Any:
+    """What divides a loader's data among ranks, with their number and its own; None if nothing does."""
+    return samplers.part if samplers.part is not None else loader._ranks
 
 
 class Resuming:
@@ -411,12 +370,13 @@ def _first_attributes(sampler: Any) -> dict[str, Any]:
         try:
             reference = weakref.ref(sampler, lambda _: _first_seen.pop(key, None))
         except TypeError:  # a list, for instance: it has no attributes
-            return _simple(sampler)
-        _first_seen[key] = reference, _simple(sampler)
+            return simple_in(sampler)
+        _first_seen[key] = reference, simple_in(sampler)
     return _first_seen[key][1]
 
 
-def _simple(sampler: Any) -> dict[str, Any]:
+def simple_in(sampler: Any) -> dict[str, Any]:
+    """The simple attributes of a sampler."""
     return {name: value for name, value in attributes_of(sampler).items() if type(value) in _SIMPLE}
 
 
@@ -426,43 +386,9 @@ def _makes_generator(sampler: Any) -> bool:
     return had is None and type(sampler) not in QUIET_SAMPLERS
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Whether an attribute may have both values: of one type, or whole numbers, truth values and None."""
-    return type(a) is type(b) or {type(a), type(b)} <= {int, bool, type(None)}
-
-
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of such an attribute are the same; NaN is itself."""
     return bool(a == b) or (a != a and b != b)
-
-
-def _is_epoch(sampler: Any, name: str) -> bool:
-    """Whether it is the epoch that the program sets."""
-    return hasattr(sampler, "set_epoch") and "epoch" in name.lower()
-
-
-def _refuse(sampler: Any, name: str, saved: Any, own: Any) -> None:
-    what = f"the state was saved with {name}={saved!r} of the sampler {type(sampler).__name__}, which is {own!r} here"
-    if isinstance(saved, (float, str)) or isinstance(own, (float, str)):  # a path, a time: perhaps irrelevant
-        warnings.warn(
-            f"{what}: if the order of the samples depends on it, the batches are others than those of the saved run; "
-            "make the sampler as the one that was saved, or give it state_dict() and load_state_dict()",
-            stacklevel=4,
-        )
-        return
-    raise StateError(
-        f"{what}: its batches would not be the rest of the same stream; make the sampler as the one that was saved"
-        + (", or load the list of all ranks' states" if name in RANK else "")
-        + ", or, if the attribute says how far the sampler is, give it state_dict() and load_state_dict()"
-    )
-
-
-class _Copied(dict[int, Any]):
-    """The memo of `copy.deepcopy`, with a limit on the number of objects."""
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        if len(self) >= _MOST_COPIED:
-            raise OverflowError("too many objects")
-        super().__setitem__(key, value)
 
 
 # ---- what is in a sampler; no code of the user's runs

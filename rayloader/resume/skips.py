@@ -10,7 +10,6 @@ several ranks reads it at `iter()` only.
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import re
@@ -21,13 +20,12 @@ from typing import Any
 
 from typing_extensions import override
 
-Step = tuple[int, int]  # epoch, and the number of a batch in the order of its sampler; both from 0
-Given = Iterable[int | Step] | str | os.PathLike[str] | None
+from rayloader.task import Given, NothingSkipped, Step
 
 _LINE = re.compile(r"(?:(\d+)[ \t:,]+)?(\d+)$")
 
 
-class SkipSteps:
+class SkipSteps(NothingSkipped):
     """The steps that a loader skips.
 
     Args:
@@ -38,21 +36,14 @@ class SkipSteps:
     """
 
     def __init__(self, given: Given = None, known: Iterable[Step] = (), at: Step = (0, 0), *, follows: bool = False):
+        super().__init__(known)
         self._path = Path(given) if follows and isinstance(given, (str, os.PathLike)) else None
         self._seen = None if self._path is None else _version(self._path)
         self._late: set[Step] = set()
-        self.end = math.inf  # no step of this number, or a later one, is drawn
-        self.only_worker: int | None = None  # that has work
-        self.steps: set[Step] = {*known}
         self._add(steps_in(given), at)
 
-    @property
-    def in_order(self) -> tuple[Step, ...]:
-        """The steps, ascending."""
-        return tuple(sorted(self.steps))
-
+    @override
     def has(self, step: Step) -> bool:
-        """Whether a step, which is about to be drawn, is skipped."""
         if self._path is not None and (version := _version(self._path)) != self._seen:
             self._seen = version
             self._read_again(self._path, step)
@@ -78,8 +69,8 @@ class SkipSteps:
                 stacklevel=2,
             )
 
+    @override
     def forget(self, epoch: int) -> None:
-        """The steps of this epoch are numbered anew, because other ranks have begun it: none of them is skipped."""
         self._path = None
         if dropped := {step for step in self.steps if step[0] == epoch}:
             self.steps -= dropped

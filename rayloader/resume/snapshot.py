@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from rayloader import plain_state
-from rayloader.errors import ReplayError, StateError
+from rayloader.errors import ReplayError, StateError, too_deep
 from rayloader.random.generator_kinds import suit
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState
@@ -253,7 +252,7 @@ def dump_state(obj: Any) -> bytes:
         dumped: bytes = cloudpickle.dumps(state)
     except (RecursionError, pickle.PicklingError) as error:
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
-            raise plain_state.too_deep() from None
+            raise too_deep() from None
         raise
     return dumped
 

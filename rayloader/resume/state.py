@@ -29,16 +29,19 @@ import numpy as np
 import torch
 
 from rayloader import plain_state
-from rayloader.errors import StateError
-from rayloader.plain_state import bytes_of, text_of, unfit
+from rayloader.errors import StateError, unfit
+from rayloader.plain_state import bytes_of, text_of
 from rayloader.random.generators import Located
+from rayloader.random.packed import checked
+from rayloader.random.packed import pack as pack_random
+from rayloader.random.packed import unpack as unpack_random
 from rayloader.random.random_state import RandomState
 from rayloader.resume.drawn import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
-from rayloader.resume.skips import Step
+from rayloader.resume.samplers import Moment, OwnState, SamplerState, Start
 from rayloader.resume.snapshot import WorkerState
-from rayloader.task import Task
+from rayloader.task import Step, Task
 from rayloader.transport import codec
 
 FORMAT, VERSION = "rayloader", 14
@@ -69,50 +72,6 @@ class Fits(NamedTuple):
     rank: int | None = None
 
 
-class Moment(NamedTuple):
-    """The state of a loader's samplers at one moment, apart from their own `state_dict`.
-
-    Attributes:
-        random: the generators that the samplers and the base seed draw from.
-        attributes: simple ones (numbers, strings, booleans, None) of each sampler, the outermost first.
-    """
-
-    random: RandomState
-    attributes: tuple[dict[str, Any], ...]
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch of the outermost sampler that has one."""
-        epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
-        return epochs[0] if epochs else None
-
-
-class OwnState(NamedTuple):
-    """The result of `state_dict` of a sampler, and of its iterator, pickled; or why there is none."""
-
-    sampler: bytes | None = None
-    iterator: bytes | None = None
-    error: str = ""
-
-
-class SamplerState(NamedTuple):
-    """The samplers when the state was saved, apart from the generators.
-
-    Attributes:
-        own: the result of the sampler's `state_dict`, pickled.
-        attributes: as in `Moment`.
-        progress: for each sampler, the attributes that had changed since a loader first had it.
-        tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
-        asked: whether the loader had begun an epoch.
-    """
-
-    own: bytes | None
-    attributes: tuple[dict[str, Any], ...]
-    progress: tuple[tuple[str, ...], ...]
-    tells: bool
-    asked: bool
-
-
 class LocalState(NamedTuple):
     """Of a loader without workers: all generators of the program and of the dataset, and the dataset's own state."""
 
@@ -128,20 +87,6 @@ class LocalState(NamedTuple):
         """Whether batches depend on earlier ones, even if each batch is seeded by itself."""
         held = [one for one in self.random.located or () if one.paths[0][0][0] == "object"]
         return self.dataset is not None or bool(held)
-
-
-class Start(NamedTuple):
-    """A point of an epoch from which the sampler can be read again: before its first draw, or after that.
-
-    The second is for samplers with a state of their own. Some continue exactly from a state saved between two epochs,
-    others only from one saved in the middle of an epoch.
-    """
-
-    moment: Moment
-    own: OwnState = OwnState()
-    first: Any = None  # after the first draw: its result
-    checksum: int = 0  # of that
-    drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
 
 
 class EpochBegin(NamedTuple):
@@ -361,7 +306,7 @@ class State(NamedTuple):
     def mark(self) -> int:
         """A number that tells this state from those of other places in the stream, and of other runs."""
         place = None if self.position is None else (self.position.begin.base_seed, *self.position[3:])
-        return zlib.crc32(repr((self.num_workers, self.fits, self.now.pack(), place)).encode())
+        return zlib.crc32(repr((self.num_workers, self.fits, pack_random(self.now), place)).encode())
 
     def pack(self, parts: Parts | None = None) -> dict[str, Any]:
         """What `state_dict()` returns; `parts`: of earlier states of the same position."""
@@ -372,7 +317,7 @@ class State(NamedTuple):
             TAKEN: self.taken,
             "num_workers": self.num_workers,
             "fits": part("fits", self.fits, _FITS.pack, operator.eq),
-            "now": part("now", self.now, RandomState.pack, RandomState.equals),
+            "now": part("now", self.now, pack_random, RandomState.equals),
             "sampler": part("sampler", self.sampler, _SAMPLER.pack),
             "process": None if process is None else part("process", process, _PROCESS.pack, LocalState.equals),
             "position": None if self.position is None else _packed_place(self.position, parts),
@@ -550,7 +495,7 @@ _SIMPLE = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, ty
 _LEAST = {"last_task": -1, "dataset_epoch": -(2**63)}  # of the numbers that may be negative
 _PLAIN = _Form(*[lambda value: value] * 2)
 _OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
-_RANDOM = _Form(RandomState.pack, lambda packed: RandomState.unpack(packed).checked())
+_RANDOM = _Form(pack_random, lambda packed: checked(unpack_random(packed)))
 _ATTRIBUTES = _each(_Form(lambda simple: tuple(simple.items()), _unpack_simple))
 _STAGES = _each(_Form(lambda stage: _tuples(stage.taken), _unpack_stage))
 _RESUMED = _record(Resumed)

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader._compat import pinning_of
-from rayloader.data.shard_info import ranks_told
-from rayloader.epoch.to_device import pinned
 from rayloader.errors import RaySessionError, ShareError, StateError
+from rayloader.gpu.to_device import pinned
+from rayloader.host.shard_info import ranks_told
 from rayloader.loader import DataLoader
 from rayloader.options import PREFETCH_BYTES, check_name, check_remote_args, is_whole
 from rayloader.resume.state import State

@@ -55,15 +55,17 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.errors import RayloaderError
-from rayloader.transport.device import Accelerator
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
-from rayloader.transport.page_locks import PageLocks, blocks, unlocker
+
+if TYPE_CHECKING:
+    from rayloader.gpu.device import Accelerator
+    from rayloader.gpu.page_locks import PageLocks
 
 PAGE = mmap.PAGESIZE
 COLD_AFTER = 256  # slots
@@ -74,12 +76,30 @@ _NEVER = -1
 _GONE = "the worker of this batch was shut down"
 
 
+# Sizes of blocks in bytes, and how many there are of each, in the order in which they lie in an arena that may be
+# page-locked. A slot gets the first room that fits, so small batches lock little, and of a block that is locked for
+# large ones at most about half stays unused: what torch's own page-locked memory takes too, because it is rounded up to
+# powers of two.
+BLOCKS = ((4 << 20, 4), (16 << 20, 4), (64 << 20, 8), (256 << 20, 8), (1 << 30, 8), (4 << 30, 12))
+
+
 class ArenaError(RayloaderError):
     """An arena can't be created, opened or used here; its data has to go another way."""
 
 
 Slot = tuple[int, int, int]  # unique ticket in the arena; offset in the file; size in bytes
 Slice = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
+
+
+def blocks(nbytes: int) -> list[tuple[int, int]]:
+    """Start and end of each block of an arena of so many bytes; the first page, its header, is in none."""
+    ends, end = [], 0
+    for size, count in BLOCKS:
+        for _ in range(count):
+            end += size
+            ends.append(end)
+    ends = [end for end in ends if end < nbytes] + [nbytes]
+    return list(zip([PAGE, *ends], ends, strict=False))
 
 
 class ArenaMemory:
@@ -148,7 +168,7 @@ class SlotLease(Extent):
         dead.append((ticket, reuse))
         if mapping.gone:
             if mapping.locks is not None:
-                unlocker.ring()
+                mapping.locks.ring()
             elif reuse:
                 mapping.give_back(start, size)
 
@@ -218,7 +238,9 @@ class Arena:
             self.close()
             raise ArenaError(f"can't make an arena's memory file: {error}") from error
         if accelerator is not None:
-            self._mapping.locks = PageLocks(accelerator, self._mapping.start, size)
+            from rayloader.gpu.page_locks import PageLocks
+
+            self._mapping.locks = PageLocks(accelerator, self._mapping.start, blocks(size))
         self._leased: dict[int, Slot] = {}  # by ticket: live leases, posted ones, held ones and spoiled ones
         self._dead: Dead = deque()  # posted by leases
         self._spoiled: set[int] = set()  # tickets
@@ -321,7 +343,7 @@ class Arena:
             # `gone` comes first: a lease that another thread makes or ends sees it, or is seen.
             if mapping.locks is not None and mapping.locks.close():
                 mapping.gone = True
-                unlocker.retire(self.unlock)
+                mapping.locks.retire(self.unlock)
             else:
                 mapping.locks = None
                 if give_back:

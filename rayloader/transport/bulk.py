@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayloader.transport.raw import gather
+from rayloader.transport.raw import gather, resized
 
 if TYPE_CHECKING:
     from rayloader.transport.mapped import Mappings
@@ -43,7 +43,7 @@ _NBYTES = operator.attrgetter("nbytes")  # of an array
 
 @dataclass(frozen=True, slots=True)
 class GroupHeader:
-    """What `remake` needs besides the bytes."""
+    """What is needed to recreate a group besides the bytes."""
 
     of_tensors: bool
     dtype: str  # NumPy's
@@ -51,15 +51,41 @@ class GroupHeader:
     writable: bool
     buffers: int  # how many, after those of earlier groups
 
+    def remake(self, buffers: Iterator[memoryview]) -> list[Any]:
+        """The members of a group, as views of its buffers, of which it takes as many as it needs."""
+        members: list[Any] = []
+        for _ in range(self.buffers):
+            whole = np.frombuffer(next(buffers), self.dtype).reshape(-1, *self.shape)
+            if not self.writable:
+                whole.flags.writeable = False
+            # Not `list(whole)` if members have no axes: that returns scalars.
+            arrays = list(whole) if self.shape else [whole[number, ...] for number in range(len(whole))]
+            members += map(torch.from_numpy, arrays) if self.of_tensors else arrays
+        return members
+
 
 @dataclass(frozen=True, slots=True)
 class ViewsHeader:
-    """What `remake_views` needs besides the storage."""
+    """What is needed to recreate views besides the storage."""
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offsets: np.ndarray[Any, Any]  # in elements
+
+    def remake(self, storage: torch.UntypedStorage, start: int) -> list[Tensor]:
+        """The tensors over a storage that begins with byte `start` of the original one."""
+        dtype = getattr(torch, self.dtype)
+        whole = torch.empty(0, dtype=dtype, device="cpu")
+        whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+        offsets = self.offsets - start // dtype.itemsize
+        steps = np.unique(np.diff(offsets))
+        if len(steps) == 1 and steps[0] > 0:  # for example the rows of a tensor: one call creates them all
+            rows = whole.as_strided((len(offsets), *self.shape), (int(steps[0]), *self.stride), int(offsets[0]))
+            members: Iterable[Tensor] = rows.unbind(0)
+        else:
+            members = (whole.as_strided(self.shape, self.stride, offset) for offset in offsets.tolist())
+        return [member.data for member in members]  # no views of each other for autograd
 
 
 class Gathered:
@@ -73,7 +99,7 @@ class Gathered:
         """The current bytes.
 
         Raises:
-            ValueError: the memory of a member is gone; see `resized`.
+            ValueError: the memory of a member is gone; see `raw.resized`.
         """
         group, members = self._group, self._group.members[self._part]
         if group.of_tensors:
@@ -114,6 +140,10 @@ class Group:
         """The buffers of all members."""
         each, count = max(1, _BUFFER // self.nbytes), len(self.members)
         return [Gathered(self, first, min(each, count - first)) for first in range(0, count, each)]
+
+    def header(self, buffers: int) -> GroupHeader:
+        """Its header, with the number of its buffers."""
+        return GroupHeader(self.of_tensors, self.dtype, self.shape, self.writable, buffers)
 
 
 class Views:
@@ -248,39 +278,3 @@ def _group(of_tensors: bool, dtype: str | None, shape: tuple[int, ...], writable
         return None
     group = Group(of_tensors, dtype, shape, writable)
     return group if 0 < group.nbytes <= _SMALL else None
-
-
-def resized() -> ValueError:
-    """The error for memory that is gone, or is smaller than when its tensor or array was pickled."""
-    return ValueError(
-        "a tensor or array was resized while it was being sent to the workers, so its values are gone; resize none in "
-        "__getstate__, nor in a thread while iter() runs, but assign new ones"
-    )
-
-
-def remake(header: GroupHeader, buffers: Iterator[memoryview]) -> list[Any]:
-    """The members of a group, as views of its buffers, of which it takes as many as it needs."""
-    members: list[Any] = []
-    for _ in range(header.buffers):
-        whole = np.frombuffer(next(buffers), header.dtype).reshape(-1, *header.shape)
-        if not header.writable:
-            whole.flags.writeable = False
-        # Not `list(whole)` if members have no axes: that returns scalars.
-        arrays = list(whole) if header.shape else [whole[number, ...] for number in range(len(whole))]
-        members += map(torch.from_numpy, arrays) if header.of_tensors else arrays
-    return members
-
-
-def remake_views(header: ViewsHeader, storage: torch.UntypedStorage, start: int) -> list[Tensor]:
-    """The tensors over a storage that begins with byte `start` of the original one."""
-    dtype = getattr(torch, header.dtype)
-    whole = torch.empty(0, dtype=dtype, device="cpu")
-    whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
-    offsets = header.offsets - start // dtype.itemsize
-    steps = np.unique(np.diff(offsets))
-    if len(steps) == 1 and steps[0] > 0:  # for example the rows of a tensor: one call creates them all
-        rows = whole.as_strided((len(offsets), *header.shape), (int(steps[0]), *header.stride), int(offsets[0]))
-        members: Iterable[Tensor] = rows.unbind(0)
-    else:
-        members = (whole.as_strided(header.shape, header.stride, offset) for offset in offsets.tolist())
-    return [member.data for member in members]  # no views of each other for autograd

@@ -41,7 +41,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayloader.transport import bulk
 from rayloader.transport.pickler import PROTOCOL, Overlap, Pickler, Special
 from rayloader.transport.raw import (
     DTYPES,
@@ -50,6 +49,7 @@ from rayloader.transport.raw import (
     array_tensor_over,
     flat_bytes,
     memory,
+    resized,
     storage_over,
     tensor_over,
 )
@@ -57,6 +57,7 @@ from rayloader.transport.raw import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from rayloader.transport import bulk
     from rayloader.transport.mapped import Mappings
 
 _LENGTH = 4  # bytes of the header's length
@@ -170,7 +171,7 @@ def encode(
             raw, start = reference.raw(), -1
         elif span.index is None:
             if span.end > span.storage.nbytes():
-                raise bulk.resized()
+                raise resized()
             span.index, start = len(buffers), span.start & -_ALIGN
             raw = memoryview(memory(span.storage.data_ptr() + start, span.end - start, span.storage))
             if span.shared:
@@ -182,10 +183,7 @@ def encode(
         extents.append((raw.nbytes, start))
         buffers.append(raw)
     gathered = [group.gather() for group in groups]
-    headers = [
-        bulk.GroupHeader(group.of_tensors, group.dtype, group.shape, group.writable, len(parts))
-        for group, parts in zip(groups, gathered, strict=True)
-    ]
+    headers = [group.header(len(parts)) for group, parts in zip(groups, gathered, strict=True)]
     header = pickle.dumps((uses, extents, headers, [some.header for some in views]), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
@@ -248,7 +246,7 @@ def decode(
     if len(buffers) != count:
         raise ValueError(f"decode needs the skeleton's {count} buffers, got {len(buffers)}")
     rest = iter([memoryview(cast("Buffer", buffer)) for buffer in buffers[len(header.extents) :]])
-    in_bulk = [*(bulk.remake(group, rest) for group in header.groups), *([] for _ in header.views)]
+    in_bulk = [*(group.remake(rest) for group in header.groups), *([] for _ in header.views)]
     sources: list[Any] = [*map(iter, in_bulk)]
     for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.extents, strict=False)):
         if isinstance(buffer, torch.UntypedStorage):
@@ -260,7 +258,7 @@ def decode(
     tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
     spans = iter(tokens[len(tokens) - len(header.views) :])
     for number, views in enumerate(header.views, start=len(header.groups)):
-        in_bulk[number] += bulk.remake_views(views, *next(spans))
+        in_bulk[number] += views.remake(*next(spans))
     return pickle.loads(skeleton, buffers=tokens)
 
 

@@ -20,14 +20,15 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.transport import codec, raw
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter, Leases, Slot, lease_of
-from rayloader.transport.device import Accelerator
 from rayloader.transport.memory_file import FileAddress
-from rayloader.transport.page_locks import may_lock
+
+if TYPE_CHECKING:
+    from rayloader.gpu.device import Accelerator
 
 logger = logging.getLogger("rayloader")
 
@@ -237,8 +238,9 @@ class ArenaLane:
         """
         if self._off:
             return None, None
-        arena = self._arena
-        accelerator = None if self.accelerator is None else may_lock(self.accelerator)
+        arena, accelerator = self._arena, self.accelerator
+        if accelerator is not None and not accelerator.can_register:
+            accelerator = None
         freed = arena.freed() if arena is not None else []
         if arena is not None and accelerator is not None and arena.accelerator is not accelerator:
             arena.close(give_back=True)  # what the worker still builds there is for nobody: it was lent to others

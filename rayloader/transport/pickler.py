@@ -57,7 +57,6 @@ from rayloader._compat import (
     untyped_in,
 )
 from rayloader.namespaces import is_a, names_in, namespace_of
-from rayloader.transport import bulk
 from rayloader.transport.raw import (
     NAMES,
     address,
@@ -66,12 +65,14 @@ from rayloader.transport.raw import (
     make_sparse,
     make_tensor,
     memory,
+    resized,
     set_array,
     set_attributes,
     set_state,
 )
 
 if TYPE_CHECKING:
+    from rayloader.transport.bulk import Groups
     from rayloader.transport.mapped import Mappings
 
 PROTOCOL = 5
@@ -201,7 +202,11 @@ class Pickler(ByValuePickler):
         self.carry = carry
         self.mapped = mapped
         self.special = special
-        self.groups = bulk.Groups(mapped) if grouped and mapped is not None else None
+        self.groups: Groups | None = None
+        if grouped and mapped is not None:
+            from rayloader.transport.bulk import Groups
+
+            self.groups = Groups(mapped)
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
         self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
         self.carried_objects: list[Any] = []
@@ -352,7 +357,7 @@ class Pickler(ByValuePickler):
         stretches: list[tuple[int, int, np.ndarray[Any, Any] | None]] = []
         for array, low, nbytes in self.arrays:
             if (address(array), array.nbytes) != (low, nbytes):
-                raise bulk.resized()
+                raise resized()
             dense = array.flags.forc  # otherwise only its first item is certain not to be a gap
             stretches.append((low, low + (nbytes if dense else min(nbytes, array.itemsize)), array))
         if not stretches:

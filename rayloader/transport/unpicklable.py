@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from rayloader._compat import COMPILED
 from rayloader.errors import add_note
 from rayloader.transport import codec
-from rayloader.transport.mapped import Mappings
 
 # What to hold in place of an object that only a fork inherits, by the beginning of the name of its type.
 _INSTEAD = {
@@ -45,6 +44,8 @@ def explain(obj: object, name: str) -> str | None:
         `dataset.file: _io.FileIO can't be sent to a worker (reason); remedy`, or None if nothing was found.
         At most 2000 objects and 6 levels are searched, and nothing is raised.
     """
+    from rayloader.transport.mapped import Mappings
+
     if (found := _search(obj, name, partial(codec.encode, mapped=Mappings()))) is None:
         return None
     remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"

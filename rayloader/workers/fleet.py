@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayloader.errors import RaySessionError
 from rayloader.protocol import Setup, WorkerAddress
 from rayloader.resume.journal import Journal
-from rayloader.transport.device import Accelerator
 from rayloader.workers.connection import Mailbox, Message, ProcessLost
 from rayloader.workers.janitor import janitor
 from rayloader.workers.process import NeverStarts, Process
 from rayloader.workers.processes import Processes, Verdict
 from rayloader.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from rayloader.gpu.device import Accelerator
 
 # While waiting for workers to report where they are: how often to check whether that has become hopeless, in seconds.
 LOCATE_TICK_S = 1.0

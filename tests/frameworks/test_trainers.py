@@ -86,7 +86,7 @@ def test_ray_train(trainer, monkeypatch):
 
     expected = batches(DataLoader(Sums(), 8, shuffle=True, num_workers=2))
     assert len(expected) == 10
-    monkeypatch.setattr("rayloader.frameworks._warned", False)
+    monkeypatch.setattr("rayloader.frameworks.rebuilt._warned", False)
     with pytest.warns(UserWarning, match="was rebuilt as"):
         trainer.prepare_data_loader(rayloader.DataLoader(Sums(), num_workers=2))
     kinds = recorded(monkeypatch, rayloader.DataLoader)

@@ -12,9 +12,9 @@ import torch
 import rayloader
 from inside import kill_worker
 from rayloader import DataLoader
-from rayloader.transport import device as devices
-from rayloader.transport import page_locks
-from rayloader.transport.page_locks import PageLocks
+from rayloader.gpu import device as devices
+from rayloader.gpu import page_locks
+from rayloader.gpu.page_locks import PageLocks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,8 +17,8 @@ from interrupts import HANG_LIMIT, interrupted_at, no_hang
 from probes import Calls
 from rayloader import DataLoader, RayloaderError
 from rayloader.epoch.iterator import close_all
+from rayloader.gpu.page_locks import unlocker
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, WorkerLane
-from rayloader.transport.page_locks import unlocker
 from simulated_device import SimulatedAccelerator
 
 pytestmark = [

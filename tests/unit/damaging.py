@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from rayloader import DataLoader, RayloaderError
 from rayloader.random.generators import Generators
+from rayloader.random.packed import checked, pack, unpack
 from rayloader.random.random_state import RandomState
 from rayloader.replay import compare, describe
 from rayloader.replay.provenance import read
@@ -214,11 +215,11 @@ def worker_cases() -> Callable[[random.Random], None]:
     holder = Holder()
     own = Generators({"dataset": Holder()}, [])
     located = own.look()
-    packed = RandomState.capture([np.random.default_rng(1)])._replace(located=located).pack()
+    packed = pack(RandomState.capture([np.random.default_rng(1)])._replace(located=located))
 
     def case(rng: random.Random) -> None:
         with as_saved():
-            found = RandomState.unpack(damage_state(packed, rng)).checked()
+            found = checked(unpack(damage_state(packed, rng)))
         Generators({"dataset": holder}, []).put_back(found.located or ())
         for one in holder.held:
             one.random() if hasattr(one, "random") else None

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from rayloader import DataLoader, StateError
 from rayloader.random.generator_kinds import kind_of, set_state, state_of
 from rayloader.random.generators import Located
+from rayloader.random.packed import pack
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import follow, put
 from rayloader.resume.snapshot import WorkerState
@@ -83,7 +84,7 @@ def test_a_place_in_a_generator_is_in_its_range(generator, state):
         RandomState(located=(at("dataset", state=state, of=generator),)),
     ):
         with pytest.raises(StateError, match="must be a whole number from"):
-            State.load({**packed, "now": random_state.pack()})
+            State.load({**packed, "now": pack(random_state)})
 
 
 def test_every_state_of_torch_and_numpy_has_its_places_in_their_ranges():
@@ -107,7 +108,7 @@ def test_a_bit_generator_is_one_of_numpys(name, monkeypatch):
     state = {**state_of(np.random.PCG64(1)), "bit_generator": name}
     random_state = RandomState(located=(at("dataset", state=state, of=np.random.PCG64()),))
     with pytest.raises(StateError, match=r"is not what state_dict\(\) gave"):
-        State.load({**saved(num_workers=0).pack(), "now": random_state.pack()})
+        State.load({**saved(num_workers=0).pack(), "now": pack(random_state)})
 
 
 @pytest.mark.parametrize("dtype", ["O", "i4,i4", ["i4"], "2i4", {"names": ["a"], "formats": ["O"]}])

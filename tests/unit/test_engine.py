@@ -30,8 +30,8 @@ from rayloader.epoch.depth import Pace
 from rayloader.epoch.draws import start
 from rayloader.epoch.engine import HELD_BACK, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, TICK_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
-from rayloader.epoch.to_device import PINNED_AHEAD, Delivery
 from rayloader.errors import RaySessionError
+from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
 from rayloader.observe.recorder import Tally
 from rayloader.options import Options
 from rayloader.protocol import Result, ResultKind, Up
@@ -151,7 +151,7 @@ class Epoch:
             self.sampler,
             self.options,
             position=self.position,
-            delivery=Delivery(pin, ahead=PINNED_AHEAD),
+            delivery=PinOrMove(pin, ahead=PINNED_AHEAD),
             tally=self.tally,
         )
 

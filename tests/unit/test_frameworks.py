@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rayloader
-from rayloader import adopted, frameworks
 from rayloader._compat import BaseIterator, DatasetKind, MultiProcessIterator, SingleProcessIterator
-from rayloader.epoch.local import LocalIterator, OfOneProcess
+from rayloader.epoch.local import LocalIterator
+from rayloader.errors import OfOneProcess
+from rayloader.frameworks import adopted, rebuilt
 from rayloader.loader import WorkerCount
 from rayloader.observe.recorder import Recorder
 from rayloader.options import AutomaticPrefetch, OwnArguments
@@ -58,7 +59,7 @@ def imported(name):
 
 @pytest.fixture(autouse=True)
 def all_is_put_back(monkeypatch):
-    monkeypatch.setattr(frameworks, "_warned", False)
+    monkeypatch.setattr(rebuilt, "_warned", False)
     before = [dict(vars(loader_class)) for loader_class in PATCHED]
     yield
     assert [dict(vars(loader_class)) for loader_class in PATCHED] == before

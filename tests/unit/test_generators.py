@@ -18,6 +18,7 @@ from rayloader.namespaces import own_modules
 from rayloader.random import generators, search
 from rayloader.random.generator_kinds import engine, kind_of, make_generator, set_state, state_of
 from rayloader.random.generators import RECORDED, Generators, collecting
+from rayloader.random.packed import pack, unpack
 from rayloader.random.random_state import RandomState
 from rayloader.transport import codec
 
@@ -172,9 +173,9 @@ def test_what_a_generator_was_seeded_with_can_be_saved(entropy):
     generator.spawn(1)
     state = RandomState(others=(state_of(generator),))
     file = io.BytesIO()
-    torch.save(state.pack(), file)
+    torch.save(pack(state), file)
     file.seek(0)
-    saved = RandomState.unpack(torch.load(file, weights_only=True))
+    saved = unpack(torch.load(file, weights_only=True))
     assert saved.equals(state)
     expected = generator.spawn(1)[0].random()
     again = make_generator(kind_of(generator), saved.others[0])
@@ -185,7 +186,7 @@ def test_what_a_generator_was_seeded_with_can_be_saved(entropy):
 def test_children_that_share_what_they_were_seeded_with_have_the_state_that_was_saved():
     children = np.random.default_rng([1, 2]).spawn(2)
     state = RandomState(others=tuple(map(state_of, children)))
-    assert RandomState.unpack(state.pack()).equals(state)
+    assert unpack(pack(state)).equals(state)
 
 
 def travelled(obj):

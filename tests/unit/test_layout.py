@@ -16,30 +16,54 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rayloader"
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
 
+# The parts around the core: it imports each where a program uses it, never at module level.
+PARTS = {"actors", "cli", "data", "frameworks", "gpu", "observe", "replay", "sharing"}
+# What of them every program uses: each loader measures.
+ALWAYS = {"rayloader.observe", "rayloader.observe.histogram", "rayloader.observe.recorder"}
+# How many files of the library a program imports that has workers which are forks, and uses no part.
+MOST_FILES = 63
+
 # Which folders the files of a folder may import from; "" is the package itself.
 MAY_IMPORT = {
-    "": {"cli", "data", "epoch", "observe", "random", "replay", "resume", "sharing", "transport"},
-    "actors": {"", "host", "observe", "random", "resume", "transport", "workers"},
+    "": {"epoch", "observe", "random", "resume", "transport"},
+    "actors": {"", "gpu", "host", "observe", "random", "resume", "transport", "workers"},
     "cli": {"", "actors", "observe", "replay", "resume", "transport"},
-    "data": {"", "observe", "random", "resume", "transport"},
-    "epoch": {"", "data", "observe", "random", "resume", "transport", "workers"},
-    "host": {"", "data", "observe", "random", "resume", "transport"},
+    "data": {"", "host", "observe", "random", "resume", "transport"},
+    "epoch": {"", "host", "observe", "random", "resume", "transport", "workers"},
+    "frameworks": {"", "epoch", "observe", "resume"},
+    "gpu": {"", "epoch"},
+    "host": {"", "observe", "random", "resume", "transport"},
     "observe": {""},
     "random": {"", "transport"},
     "replay": {"", "data", "epoch", "observe", "random", "resume", "transport"},
     "resume": {"", "random", "transport"},
-    "sharing": {"", "actors", "data", "epoch", "random", "resume", "transport", "workers"},
+    "sharing": {"", "actors", "epoch", "gpu", "host", "random", "resume", "transport", "workers"},
     "transport": {""},
     "workers": {"", "resume", "transport"},
 }
-# What crosses these lines, and why: files, with a folder or a module that they import within a function.
+# What crosses these lines, and why: files, with a folder or a module that they import within a function, or for types.
 EXCEPTIONS = {
+    ("rayloader/__init__.py", "rayloader.data"): "what a program first names",
+    ("rayloader/__init__.py", "rayloader.frameworks"): "likewise",
+    ("rayloader/__init__.py", "rayloader.host.shard_info"): "likewise",
+    ("rayloader/__init__.py", "rayloader.sharing"): "likewise",
+    ("rayloader/__main__.py", "rayloader.cli"): "it is the command line",
     ("rayloader/epoch/hosts.py", "rayloader.actors"): "where the program uses Ray",
+    ("rayloader/epoch/hosts.py", "rayloader.gpu"): "for a type",
+    ("rayloader/epoch/iterator.py", "rayloader.gpu"): "where batches are pinned or moved",
+    ("rayloader/epoch/local.py", "rayloader.gpu"): "likewise",
+    ("rayloader/frameworks/readers.py", "rayloader.actors"): "where Ray Train was imported",
     ("rayloader/loader.py", "rayloader.actors"): "for `rayloader.init`",
+    ("rayloader/loader.py", "rayloader.data"): "for `stats()`, which tells of caches",
+    ("rayloader/loader.py", "rayloader.frameworks"): "where a framework rebuilds or reads the loader",
+    ("rayloader/loader.py", "rayloader.gpu"): "for `batch_at` of a loader with a device",
+    ("rayloader/loader.py", "rayloader.replay"): "for `provenance` and `batch_at`",
     ("rayloader/loader.py", "rayloader.workers.ray_use"): "it must see each fork from the import of the package on",
+    ("rayloader/options.py", "rayloader.gpu"): "for `device`",
+    ("rayloader/transport/arena.py", "rayloader.gpu"): "for an arena that is page-locked",
+    ("rayloader/transport/lanes.py", "rayloader.gpu"): "for a type",
+    ("rayloader/workers/fleet.py", "rayloader.gpu"): "for a type",
     ("rayloader/workers/ray_use.py", "rayloader.actors._compat_ray"): "where the process is connected to Ray",
-    ("rayloader/readers.py", "rayloader.actors"): "where Ray was imported",
-    ("rayloader/epoch/hosts.py", "rayloader.host.forked"): "what the forks do that it starts",
 }
 MAY_IMPORT_RAY = {"actors", "sharing"}
 
@@ -67,6 +91,20 @@ def imported_from_rayloader(source: str) -> set[str]:
             found |= modules | ({str(node.module)} if len(modules) < len(names) else set())
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "rayloader"}
+    return found
+
+
+def imported_at_once(source: str) -> set[str]:
+    """The modules of the package that a source imports when it is imported itself: not within a function."""
+    found, bodies = set(), [ast.parse(source).body]
+    for body in bodies:  # the list grows meanwhile
+        for node in body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found |= imported_from_rayloader(ast.unparse(node))
+            elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                bodies.append(node.orelse)
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                bodies += [getattr(node, name, []) for name in ("body", "orelse", "finalbody", "handlers")]
     return found
 
 
@@ -111,6 +149,43 @@ def test_a_file_imports_from_the_folders_that_its_own_may_import_from(path: str)
     for module in imported_from_rayloader((ROOT / path).read_text()):
         allowed = folder(module) in MAY_IMPORT[here] | {here} or is_exception(path, module)
         assert allowed, f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if folder(module_of(path)) not in PARTS])
+def test_the_core_imports_parts_only_where_they_are_used(path: str) -> None:
+    if path != "rayloader/__main__.py":
+        found = imported_at_once((ROOT / path).read_text())
+        assert not {module for module in found - ALWAYS if folder(module) in PARTS}
+
+
+def test_every_import_at_once_is_seen() -> None:
+    name = "rayloader.gpu.device"
+    for source in (f"import {name}", f"class A:\n    import {name}", f"try:\n    import {name}\nfinally:\n    pass"):
+        assert imported_at_once(source) == {name}
+    for source in (f"def f():\n    import {name}", f"if TYPE_CHECKING:\n    import {name}"):
+        assert imported_at_once(source) == set()
+
+
+def test_a_program_with_forks_imports_the_core_alone() -> None:
+    program = """
+import sys
+import rayloader
+
+def imported(*_):
+    return sorted(name for name in sys.modules if name.split(".")[0] == "rayloader")
+
+in_forks = list(rayloader.DataLoader(range(20), 10, num_workers=2, collate_fn=imported))
+assert {*in_forks[0], *in_forks[1]} <= {*imported()}, "in a fork"
+print(*imported())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    modules = set(done.stdout.split())
+    assert {module for module in modules if folder(module) in PARTS} == ALWAYS
+    assert "rayloader.epoch.engine" in modules
+    assert len(modules) <= MOST_FILES
 
 
 def test_no_folders_go_in_circles() -> None:
@@ -180,13 +255,14 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/random/generator_kinds.py", "_bit_generator"): "likewise",
     ("rayloader/epoch/local.py", "_dataset_kind"): "of our own loader, which inherits it",
     ("rayloader/resume/checkpoint.py", "_dataset_kind"): "likewise",
+    ("rayloader/resume/position.py", "_dataset_kind"): "likewise",
     ("rayloader/actors/default_worker.py", "_exit"): "documented, of os",
     ("rayloader/workers/zygote.py", "_exit"): "documented, of os",
     ("rayloader/host/hosting.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
     ("rayloader/transport/pickler.py", "_length_"): "likewise",
     ("rayloader/transport/pickler.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
-    ("rayloader/readers.py", "_getframe"): "documented, of sys",
+    ("rayloader/frameworks/readers.py", "_getframe"): "documented, of sys",
 }
 NAMED_TUPLES = {"_replace", "_make", "_fields", "_asdict"}  # their public methods
 ON_ITSELF = {"self", "cls", "super()"}  # whose names may be inherited: that only types would tell

@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayloader.epoch.to_device import Delivery
-from rayloader.transport import codec, lanes, page_locks
-from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots
-from rayloader.transport.device import Marks
+from rayloader.gpu import page_locks
+from rayloader.gpu.device import Marks
+from rayloader.gpu.page_locks import PageLocks
+from rayloader.gpu.to_device import PinOrMove
+from rayloader.transport import codec, lanes
+from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, blocks
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
-from rayloader.transport.page_locks import PageLocks, blocks
 from simulated_device import DEVICE, SimulatedAccelerator
 
 LIMIT_S = 30.0
@@ -28,8 +29,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _all_is_unlocked_and_unmapped(monkeypatch):
-    monkeypatch.setattr(page_locks, "_has_warned", False)
+def _all_is_unlocked_and_unmapped():
     yield
     gc.collect()
     wait_for_unlocking()
@@ -69,7 +69,7 @@ class Worker:
     def give_back(self):
         """The program asks for a batch, and the worker is sent a task."""
         freed = self.arena.freed()
-        Delivery(accelerator=self.arena.accelerator).asks()
+        PinOrMove(accelerator=self.arena.accelerator).asks()
         freed += self.arena.freed()
         self.writer.free(freed)
         return freed
@@ -256,7 +256,7 @@ def test_what_cannot_be_locked_is_not_and_a_warning_says_so_once(caplog):
     del batches
     assert len(worker.give_back()) == 3  # and nothing is held
     worker.close()
-    assert page_locks.may_lock(accelerator) is None
+    assert not accelerator.can_register
 
 
 def test_in_a_forked_child_the_end_of_an_arena_touches_nothing_of_the_parents(worker, accelerator):
@@ -514,8 +514,8 @@ def test_an_arena_that_forks_have_spoiled_is_unlocked_while_its_worker_lives(acc
     assert accelerator.registered == {}
 
 
-def test_a_lane_of_an_accelerator_that_has_refused_locks_nothing(accelerator, monkeypatch):
-    monkeypatch.setattr(page_locks, "_has_warned", True)
+def test_a_lane_of_an_accelerator_that_has_refused_locks_nothing(accelerator):
+    accelerator.can_register = False
     lane = ArenaLane()
     lane.accelerator = accelerator
     _, room = lane.lend()

@@ -20,7 +20,7 @@ from arrow_tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, s
 from rayloader import ParquetStream, RayloaderError, StateError
 from rayloader.data import parquet as module
 from rayloader.data.footers import Footers
-from rayloader.data.shard_info import Reader
+from rayloader.host.shard_info import Reader
 from rayloader.plain_state import pack, unpack
 
 # Row groups of the files that most tests read: 100 rows in 9 groups, of unequal length.

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rayloader import StateError
-from rayloader.plain_state import _TYPE, NESTING, pack, unpack
+from rayloader.errors import NESTING
+from rayloader.plain_state import _TYPE, pack, unpack
 
 STATES = [
     {"a": 1, "b": [2.5, None, True, (b"x", "y", b"")]},

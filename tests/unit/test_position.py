@@ -10,6 +10,7 @@ from rayloader.random.random_state import RandomState
 from rayloader.resume.drawn import Drawn, drawn
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
+from rayloader.resume.saved import move_to, place_of
 from rayloader.resume.snapshot import WorkerState
 from rayloader.resume.state import tasks_in
 from rayloader.task import Task
@@ -86,7 +87,7 @@ def test_another_position_goes_on_where_this_one_is():
     take(position, checksums, 0, 1, 2)
     rest = [next(iterator) for _ in range(4)]
     again, _ = begun(seed=99)
-    found = list(again.unpack(position.state()))
+    found = list(move_to(again, place_of(position)))
     assert (again.next_task, again.next_worker, again.delivered) == (3, 1, 3)
     assert found[3:] == rest  # the first three were drawn ahead and not taken
     assert len(found) == 7
@@ -95,16 +96,16 @@ def test_another_position_goes_on_where_this_one_is():
 def test_a_sampler_that_gives_others_is_refused():
     position, iterator = begun()
     take(position, draw(position, iterator, 6), 0, 1)
-    saved = position.state()
+    saved = place_of(position)
     with pytest.raises(StateError, match="did not reproduce its indices"):
-        begun()[0].unpack(saved._replace(checksum=saved.checksum ^ 1))
+        move_to(begun()[0], saved._replace(checksum=saved.checksum ^ 1))
 
 
 def test_nothing_can_be_told_before_the_workers_have_begun():
     position, _ = begun()
     position.journals[1].begun = False
     with pytest.raises(StateError, match="before its workers had reported their state"):
-        position.state()
+        place_of(position)
 
 
 # ---- the workers of a state
@@ -129,9 +130,9 @@ def test_what_is_packed_bit_by_bit_is_what_is_packed_at_once():
             journal.reached(WorkerState(last_task=6, dataset=DATASET))
         journal.taken(task_id)
         if task_id % 3:  # otherwise two come at once
-            worker, again = position.state().workers[0], begun()[0]
+            worker, again = place_of(position).workers[0], begun()[0]
             again.journals[0] = journal
-            assert worker.replay == again.state().workers[0].replay
+            assert worker.replay == place_of(again).workers[0].replay
     assert tasks_in(worker.replay) == [(7, 107), (8, 108)]
     assert worker.start.state.last_task == 6
 
@@ -141,13 +142,13 @@ def test_a_worker_that_stays_the_same_is_not_made_again():
     worked(position, 4)
     journal = position.journals[0]
     journal.taken(0)
-    first, other = position.state().workers
+    first, other = place_of(position).workers
     journal.given(Task(4, Drawn(codec.encode([4]), 0)))
-    assert position.state().workers[0] is first
+    assert place_of(position).workers[0] is first
     journal.taken(1)
-    assert position.state().workers[0] is not first
-    assert position.state().workers[0].start is first.start
-    assert position.state().workers[1] is other
+    assert place_of(position).workers[0] is not first
+    assert place_of(position).workers[0].start is first.start
+    assert place_of(position).workers[1] is other
 
 
 @pytest.mark.parametrize("dataset", [None, DATASET])
@@ -160,11 +161,11 @@ def test_another_journal_begins_where_this_one_is(dataset):
     for task_id in (1, 2):
         position.taken(0, task_id, checksums[task_id])
     again, _ = begun(seed=99)
-    again.unpack(position.state())
+    move_to(again, place_of(position))
     journal = again.journals[0]
     assert [(told.task_id, told.digest) for told in journal.replay.values()] == [(2, 102)]
     assert journal.base.last_task == 1
-    assert again.state().workers[0].replay == position.state().workers[0].replay
+    assert place_of(again).workers[0].replay == place_of(position).workers[0].replay
 
 
 def test_a_workers_error_is_raised_until_it_has_a_state():
@@ -174,4 +175,4 @@ def test_a_workers_error_is_raised_until_it_has_a_state():
     position.journals[0].reached(WorkerState(last_task=0, dataset=DATASET, error="KeyError: no state"))
     for _ in range(2):
         with pytest.raises(StateError, match="KeyError: no state"):
-            position.state()
+            place_of(position)

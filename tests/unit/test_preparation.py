@@ -15,7 +15,7 @@ import torch
 
 from rayloader.epoch import ahead
 from rayloader.epoch.ahead import COPIED_AHEAD, AheadThread, Preparation, opened
-from rayloader.epoch.to_device import PINNED_AHEAD, Delivery
+from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import codec
@@ -53,7 +53,7 @@ class Engine:
         self.rung = threading.Event()
         self.comes = False  # something, at the next wait
         self.copies = Recycled()
-        self.preparation = Preparation(self, Delivery(pin, ahead=PINNED_AHEAD), self.copies)
+        self.preparation = Preparation(self, PinOrMove(pin, ahead=PINNED_AHEAD), self.copies)
         self.thread = AheadThread(self.preparation.work, None)
 
     # ---- for the preparation

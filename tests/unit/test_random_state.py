@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rayloader.random.packed import pack, unpack
 from rayloader.random.random_state import RandomState, Rewind, seed_torch
 from rayloader.random.search import search
 
@@ -136,9 +137,9 @@ def test_looking_for_generators_ends():
 def test_a_packed_state_goes_through_a_file_whatever_its_size(count):
     state = RandomState(torch=bytes(range(count)), others=(np.arange(count, dtype=np.uint32), b"\xff" * count))
     file = io.BytesIO()
-    torch.save(state.pack(), file)
+    torch.save(pack(state), file)
     file.seek(0)
-    unpacked = RandomState.unpack(torch.load(file, weights_only=True))
+    unpacked = unpack(torch.load(file, weights_only=True))
     assert unpacked.torch == state.torch
     assert unpacked.others[0].tolist() == list(range(count))
     assert unpacked.others[1] == b"\xff" * count

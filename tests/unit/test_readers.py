@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import rayloader
-from rayloader.readers import LightningReader
+from rayloader.frameworks.readers import LightningReader
 
 MODULES = {
     "ray.train.torch.train_loop_utils": "_WrappedDataLoader",

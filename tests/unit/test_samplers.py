@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, Subset
 
 import rayloader
-from rayloader.resume import samplers as module
-from rayloader.resume.samplers import Samplers, named_generators
+from rayloader.resume import loaded as module
+from rayloader.resume.loaded import LoadedSamplers
+from rayloader.resume.samplers import named_generators
 
 LENGTH = 24
 
@@ -106,7 +107,7 @@ class OfItsData(Constant):
 
 
 def samplers_of(sampler):
-    return Samplers(DataLoader(range(LENGTH), batch_size=4, sampler=sampler))
+    return LoadedSamplers(DataLoader(range(LENGTH), batch_size=4, sampler=sampler))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import rayloader
 from rayloader import DataLoader, RayloaderError, ShardInfo, get_shard_info
 from rayloader._compat import set_worker_info, torch_worker
-from rayloader.data.shard_info import Reader
+from rayloader.host.shard_info import Reader
 
 
 class Records(IterableDataset):

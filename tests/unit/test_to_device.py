@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rayloader.epoch.to_device import Delivery, Moved, rebuilt
-from rayloader.transport import device as devices
+from rayloader.epoch.ahead import Delivery
+from rayloader.gpu import device as devices
+from rayloader.gpu.to_device import Moved, PinOrMove, rebuilt
 from simulated_device import DEVICE, SimulatedAccelerator
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -231,5 +232,5 @@ def test_what_is_handed_over_twice_is_the_same() -> None:
 
 def test_a_delivery_that_does_nothing_prepares_nothing() -> None:
     assert not Delivery().prepares
-    assert Delivery(pin=lambda batch: batch).prepares
-    assert Delivery(device=DEVICE).prepares
+    assert PinOrMove(pin=lambda batch: batch).prepares
+    assert PinOrMove(device=DEVICE).prepares

@@ -1,4 +1,4 @@
-"""Loaders that frameworks create: how they become ours, and how a loader of ours that is rebuilt as torch's is noticed.
+"""Loaders that frameworks create: how they become ours.
 
 Promise: while a patch is installed, all code that calls torch's DataLoader, under whatever name, gets a loader of ours.
 When the last patch is removed, torch's class is what it was before the first.
@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from rayloader import adopted
-from rayloader.loader import DataLoader, WorkerCount, lost_state, source_of
+from rayloader.frameworks import adopted
+from rayloader.frameworks.rebuilt import check_dispatch
+from rayloader.loader import DataLoader, WorkerCount, lost_state
 from rayloader.options import AutomaticPrefetch, OwnArguments
-from rayloader.readers import callers
-from rayloader.resume.ranks import Ranks, check_once
+from rayloader.resume.ranks import Ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,8 +30,6 @@ _OWN = OwnArguments.__annotations__.keys()
 
 _installed: list[Patch] = []  # in the order of their installation
 _constructors: dict[type, tuple[Any, Any]] = {}  # of patched classes: the one before the first patch, and ours
-
-_warned = False
 
 
 class Patch:
@@ -141,74 +137,13 @@ def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
 
     Raises:
         StateError: that loader has loaded a state, which would be lost.
-        ValueError: see `_check_dispatch`.
+        ValueError: see `check_dispatch`.
     """
     source = next((value.loader() for value in given if isinstance(value, WorkerCount)), None)
     if source is None:
         return _defaults()
     if source._state is not None:
         raise lost_state()
-    _check_dispatch(source)
+    check_dispatch(source)
     names = _OWN if source._ranks is not None else _OWN - set(Ranks._fields)
     return {name: getattr(source, name) for name in names}
-
-
-def _check_dispatch(source: DataLoader[Any]) -> None:
-    """Raises ValueError if one rank's part of the data would be read by one process, and distributed to all.
-
-    That is what Accelerate does with `dispatch_batches`, its default for iterable datasets. Neither the arguments nor
-    the class of the loader that it creates show it; only the calling code does.
-    """
-    module = sys.modules.get("accelerate.data_loader")
-    if module is None or source._ranks is None or source._ranks.num_replicas == 1:
-        return
-    for caller in callers():
-        if issubclass(type(caller), module.DataLoaderDispatcher):
-            if module.PartialState().num_processes == 1:
-                return
-            raise ValueError(
-                "with dispatch_batches, Accelerate's default for iterable datasets, one process reads the batches of "
-                f"all ranks, and this loader gives only the part of rank {source._ranks.rank} of "
-                f"{source._ranks.num_replicas}: the other parts would never be read. Leave num_replicas and rank out, "
-                "because Accelerate divides the data itself, or do not give this loader to prepare()"
-            )
-
-
-class _Watched:
-    """A method of torch's DataLoader that its constructor calls, and torchdata's too, which does not call torch's.
-
-    It notices loaders whose `num_workers` was read from a loader of ours, and adds no frame between torch and its
-    caller: torch's warnings name the same lines as before.
-    """
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-
-    def __get__(self, loader: Any, loader_class: type) -> Any:
-        if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
-            source = loader.num_workers.loader()
-            if source is not None and source._ranks is not None:
-                check_once(loader._index_sampler)
-                _check_dispatch(source)
-            if (same := source_of(loader.num_workers, loader.dataset)()) is not None:
-                same._read_anew = True
-            if not adopted.is_adopted(loader):
-                _warn_once(type(loader))
-        return self._method.__get__(loader, loader_class)
-
-
-def _warn_once(loader_class: type) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"a rayloader.DataLoader was rebuilt as {loader_class.__module__}.{loader_class.__qualname__}: its "
-            "batches now come from torch's workers, without the seeding, recovery and checkpoints of rayloader; call "
-            "rayloader.patch() at the start of the program, so that frameworks create rayloader's loaders",
-            stacklevel=4,
-        )
-
-
-TorchDataLoader.check_worker_number_rationality = _Watched(  # type: ignore[assignment,method-assign]
-    TorchDataLoader.check_worker_number_rationality
-)

@@ -1,8 +1,8 @@
 """What is done to each batch between its worker and the user: it is pinned, and moved to a device.
 
-Promise: `Delivery.prepared` may run in any thread, `handed_over` in the user's. A batch keeps its structure: tensors in
-mappings, sequences and dataclasses are moved, other objects are asked for their `to`, and what has none is left as it
-is. What the user queues on its current stream finds the batch on the device, and no other stream waits.
+Promise: `PinOrMove.prepared` may run in any thread, `handed_over` in the user's. A batch keeps its structure: tensors
+in mappings, sequences and dataclasses are moved, other objects are asked for their `to`, and what has none is left as
+it is. What the user queues on its current stream finds the batch on the device, and no other stream waits.
 
 NOTE [Late moves]. Ahead of the user, copies are queued on a stream of our own, and the memory of their results must be
 recorded for the user's stream (`record_stream`), or the allocator would give it to the next batch too early. Objects
@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
 from rayloader._compat import ExceptionWrapper, pin_memory, pinning_device_index
-from rayloader.options import check_device
-from rayloader.transport import device as devices
-from rayloader.transport.device import Accelerator, Event
+from rayloader.epoch.ahead import Delivery
+from rayloader.gpu import device as devices
+from rayloader.gpu.device import Accelerator, Event
 
 _Work = TypeVar("_Work", bound=Callable[..., Any])
 
@@ -51,16 +52,13 @@ def _ends_no_loop(work: _Work) -> _Work:
 pinned: Callable[..., Any] = _ends_no_loop(pin_memory)
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """What is done to the batches of an epoch.
+@dataclass(frozen=True)
+class PinOrMove(Delivery):
+    """Pins batches, and moves them to a device.
 
     Attributes:
         pin: pins a batch; None: no pinning.
         device: to which batches are moved; None: none.
-        ahead: how many batches are prepared before the user asks for them.
-        device_index: accelerator that batches are prepared for, if any.
-        accelerator: of the device, or for which memory is page-locked; None without one.
     """
 
     pin: Callable[[Any], Any] | None = None
@@ -70,10 +68,11 @@ class Delivery:
     accelerator: Accelerator | None = None
 
     @property
+    @override
     def prepares(self) -> bool:
-        """Whether something is done at all."""
         return self.pin is not None or self.device is not None
 
+    @override
     def prepared(self, data: Any) -> Any:
         """A batch, pinned; a `Moved`, if it goes to a device; an ExceptionWrapper if that has failed."""
         try:
@@ -89,27 +88,31 @@ class Delivery:
         except Exception:  # a custom to() may raise anything, and the device may have no memory left
             return ExceptionWrapper(where=f"while a batch was copied to device {self.device}")
 
+    @override
+    def keeps(self, data: Any) -> bool:
+        return isinstance(data, Moved)
+
+    @override
+    def handed_over(self, data: Any) -> Any:
+        return data.handed_over() if isinstance(data, Moved) else data
+
+    @override
     def asks(self) -> None:
-        """The program asks for a batch, in the calling thread."""
         if self.accelerator is not None:
             with contextlib.suppress(RuntimeError):  # it has failed, and so will the program, or tries again
                 self.accelerator.asks()
 
 
-def device_of(given: Any) -> tuple[torch.device, Accelerator] | None:
-    """The device to which a loader moves its batches, with its index; None if they stay where they are.
+def device_of(given: torch.device | str) -> tuple[torch.device, Accelerator]:
+    """The device to which a loader moves its batches, with its index.
 
     Args:
-        given: the loader's argument.
+        given: the loader's argument, which is not the CPU.
 
     Raises:
         ValueError: there is no such device here.
-        TypeError: it is neither a name nor a device, nor None.
     """
-    check_device(given)
-    device = None if given is None else torch.device(given)
-    if device is None or device.type == "cpu":
-        return None
+    device = torch.device(given)
     accelerator = devices.current()
     found = torch.accelerator.current_accelerator() if accelerator is not None else None
     if accelerator is None or found is None or found.type != device.type:
@@ -128,8 +131,8 @@ def device_of(given: Any) -> tuple[torch.device, Accelerator] | None:
     return torch.device(device.type, index), accelerator
 
 
-def delivery_of(target: tuple[torch.device, Accelerator] | None, ahead: int, pins_for: str | None) -> Delivery:
-    """What is done to the batches of a loader.
+def delivery_of(target: tuple[torch.device, Accelerator] | None, ahead: int, pins_for: str | None) -> PinOrMove:
+    """What is done to the batches of a loader that moves or pins them.
 
     Args:
         target: from `device_of`.
@@ -138,10 +141,8 @@ def delivery_of(target: tuple[torch.device, Accelerator] | None, ahead: int, pin
     """
     pin = None if pins_for is None else functools.partial(pinned, device=pins_for)
     if target is not None:
-        return Delivery(pin, target[0], ahead, target[0].index, target[1])
-    if pin is None:
-        return Delivery()
-    return Delivery(pin, None, PINNED_AHEAD, pinning_device_index(pins_for), devices.current())
+        return PinOrMove(pin, target[0], ahead, target[0].index, target[1])
+    return PinOrMove(pin, None, PINNED_AHEAD, pinning_device_index(pins_for), devices.current())
 
 
 class Moved:

@@ -36,8 +36,14 @@ from typing import Any
 
 from typing_extensions import override
 
-from rayloader._compat_lightning import ended_an_epoch, fetcher_classes, has_states, loop_classes, take_states
 from rayloader.errors import StateError
+from rayloader.frameworks._compat_lightning import (
+    ended_an_epoch,
+    fetcher_classes,
+    has_states,
+    loop_classes,
+    take_states,
+)
 
 # The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
 _given: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[ReadAhead]]] = weakref.WeakKeyDictionary()
@@ -109,7 +115,7 @@ class LightningReader(FrameworkReader):
                 "runs no validation there, saves no checkpoint that depends on it, and drops gradients that are "
                 "accumulated by then. Return None from training_step() for such a batch in place of skip_steps, or "
                 "leave all this to the program",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def reads(self, iterator: ReadAhead) -> None:
@@ -139,7 +145,7 @@ class LightningReader(FrameworkReader):
 
 
 def _wrapped_by_train() -> tuple[type, ...]:
-    if "ray" not in sys.modules:
+    if "ray.train.torch.train_loop_utils" not in sys.modules:
         return ()
     from rayloader.actors._compat_ray import wrapped_loader_classes
 
@@ -159,6 +165,17 @@ def find_reader() -> FrameworkReader | None:
         elif fetcher is not None and issubclass(kind, loops):
             return LightningReader(fetcher, caller)
     return None if fetcher is None else LightningReader(fetcher, None)
+
+
+def read(loader: Any) -> Iterator[Any]:
+    """A new iterator of a loader, for whoever requests it."""
+    reader = find_reader()
+    if reader is None:
+        return loader._new_iterator()  # type: ignore[no-any-return]
+    if loader.skip_steps is not None:
+        reader.note_skips()
+    loader._before = EarlierState()
+    return ReadAhead(loader, loader._before, reader)
 
 
 class EarlierState:

@@ -55,7 +55,7 @@ class Accelerator(Protocol):
     """The accelerators of this process, all of one kind. Any thread may call.
 
     Attributes:
-        can_register: whether this kind can page-lock memory that it has not allocated.
+        can_register: whether this kind can page-lock memory that it has not allocated, and has not failed to.
     """
 
     can_register: bool

@@ -22,14 +22,14 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from rayloader._compat import BaseIterator, MultiProcessIterator, SingleProcessIterator
-from rayloader.epoch.local import LocalIterator, OfOneProcess
-from rayloader.errors import level_outside
+from rayloader.epoch.local import LocalIterator
+from rayloader.errors import OfOneProcess, level_outside
+from rayloader.frameworks.rebuilt import ADOPTED, is_adopted
 from rayloader.loader import DataLoader, no_loader
 from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments, check, checked_num_workers
 from rayloader.resume.samplers import note_first_attributes
 
-_ATTRIBUTE = "_rayloader_adopted"  # of such a loader
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
@@ -87,7 +87,7 @@ class Adopted:
             return self
         own = self if self._loader is no_loader else Adopted(self.own)
         own._loader = weakref.ref(loader)
-        vars(loader)[_ATTRIBUTE] = own
+        vars(loader)[ADOPTED] = own
         note_first_attributes(own)
         return own
 
@@ -123,12 +123,7 @@ class Adopted:
 
 def adopt(loader: Any, own: dict[str, Any]) -> None:
     """Makes a loader one that gets our iterators; before it is initialized."""
-    vars(loader)[_ATTRIBUTE] = Adopted(own)
-
-
-def is_adopted(loader: Any) -> bool:
-    """Whether a loader gets our iterators."""
-    return _ATTRIBUTE in getattr(loader, "__dict__", ())
+    vars(loader)[ADOPTED] = Adopted(own)
 
 
 def adopted_anew(own: dict[str, Any]) -> Adopted:
@@ -214,7 +209,7 @@ def _construct_others(init: Callable[[Any], None], iterator: Any, loader: Any) -
 
 def _adopted(loader: Any) -> Adopted | None:
     if is_adopted(loader):
-        return vars(loader)[_ATTRIBUTE].of(loader)  # type: ignore[no-any-return]
+        return vars(loader)[ADOPTED].of(loader)  # type: ignore[no-any-return]
     own = _defaults()
     if own is None or isinstance(loader, TorchDataLoader) or not hasattr(loader, "__dict__"):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import IterDataPipe, get_worker_info
 
 from rayloader.errors import RayloaderError
-from rayloader.resume.ranks import trains_in_a_group
+from rayloader.resume.samplers import trains_in_a_group
 
 logger = logging.getLogger("rayloader")
 

@@ -22,37 +22,19 @@ import atexit
 import bisect
 import contextlib
 import logging
-import mmap
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
+from rayloader.gpu.device import Accelerator, AcceleratorError, Event
 from rayloader.interrupts import Bell, DaemonThread
-from rayloader.transport.device import Accelerator, AcceleratorError, Event
 
 logger = logging.getLogger("rayloader")
 
-# Sizes of blocks in bytes, and how many there are of each, in the order in which they lie in an arena. A slot gets the
-# first room that fits, so small batches lock little, and of a block that is locked for large ones at most about half
-# stays unused: what torch's own page-locked memory takes too, because it is rounded up to powers of two.
-BLOCKS = ((4 << 20, 4), (16 << 20, 4), (64 << 20, 8), (256 << 20, 8), (1 << 30, 8), (4 << 30, 12))
 _WAKE_S = 60.0  # how long the thread sleeps at most; a ring wakes it
 # How long the end of the program waits for the block that is being unlocked, in seconds.
 _END_S = 10.0
-
-_has_warned = False
-
-
-def blocks(nbytes: int) -> list[tuple[int, int]]:
-    """Start and end of each block of an arena of so many bytes; the first page, its header, is in none."""
-    ends, end = [], 0
-    for size, count in BLOCKS:
-        for _ in range(count):
-            end += size
-            ends.append(end)
-    ends = [end for end in ends if end < nbytes] + [nbytes]
-    return list(zip([mmap.PAGESIZE, *ends], ends, strict=False))
 
 
 class PageLocks:
@@ -61,13 +43,13 @@ class PageLocks:
     Args:
         accelerator: for which they are locked.
         start: address of the arena.
-        nbytes: its size.
+        blocks: start and end of each of its blocks.
     """
 
-    def __init__(self, accelerator: Accelerator, start: int, nbytes: int) -> None:
+    def __init__(self, accelerator: Accelerator, start: int, blocks: list[tuple[int, int]]) -> None:
         self.accelerator = accelerator
         self._start = start
-        self._blocks = blocks(nbytes)
+        self._blocks = blocks
         self._lock = threading.Lock()  # while a block is being locked or unlocked
         self._locked: set[tuple[int, int]] = set()
         self._closed = False
@@ -85,7 +67,7 @@ class PageLocks:
                 self.accelerator.register(self._start + start, end - start)
             except AcceleratorError as error:
                 self._closed = True
-                _warn(error)
+                _warn(self.accelerator, error)
             else:
                 self._locked.add(block)
 
@@ -137,6 +119,14 @@ class PageLocks:
                 self.accelerator.unregister(self._start + block[0])
                 self._locked.remove(block)
 
+    def ring(self) -> None:
+        """A batch of the arena has died, whose worker has ended. For finalizers."""
+        unlocker.ring()
+
+    def retire(self, unlock: Callable[[], bool]) -> None:
+        """The worker has ended; see `Unlocker.retire`."""
+        unlocker.retire(unlock)
+
     def _block(self, offset: int) -> tuple[int, int]:
         return self._blocks[bisect.bisect_right(self._blocks, offset, key=_start) - 1]
 
@@ -145,16 +135,10 @@ def _start(block: tuple[int, int]) -> int:
     return block[0]
 
 
-def may_lock(accelerator: Accelerator | None) -> Accelerator | None:
-    """The accelerator, unless it cannot page-lock memory, or this has failed in this process."""
-    return accelerator if accelerator is not None and accelerator.can_register and not _has_warned else None
-
-
-def _warn(error: AcceleratorError) -> None:
+def _warn(accelerator: Accelerator, error: AcceleratorError) -> None:
     """Says once why batches are copied once more."""
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
+    if accelerator.can_register:
+        accelerator.can_register = False
         logger.warning(
             "rayloader: the memory of batches cannot be page-locked (%s), so a thread copies them into page-locked "
             "memory, as torch's does; raise the limit of locked memory (ulimit -l, docker run --ulimit memlock=-1) or "

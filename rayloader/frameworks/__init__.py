@@ -1,0 +1,1 @@
+"""What frameworks need that create, rebuild or read loaders."""

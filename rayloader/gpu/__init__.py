@@ -1,0 +1,1 @@
+"""What an accelerator gets: page-locked memory, and batches."""

@@ -1,0 +1,227 @@
+"""The user's position as a part of a state: made of a `Position`, and one moved to where another one was.
+
+Promise: the position continues where the other one was, or an error says that it cannot. Imported only where a state is
+saved, or continued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import operator
+import pickle
+from dataclasses import replace
+from typing import Any
+
+from rayloader.errors import StateError
+from rayloader.random.generators import note_modules
+from rayloader.resume.drawn import Drawn, drawn
+from rayloader.resume.journal import Journal, may_be_stale
+from rayloader.resume.position import DrawnAgain, Position
+from rayloader.resume.ranks import iterator_of
+from rayloader.resume.samplers import OwnState, Start
+from rayloader.resume.snapshot import has_state, told_by
+from rayloader.resume.state import (
+    EpochBegin,
+    Parts,
+    SavedPlace,
+    SavedWorker,
+    WorkerStart,
+    as_saved,
+    tasks_in,
+    text_of_tasks,
+)
+from rayloader.task import Task
+from rayloader.transport import codec
+
+
+class Checksums:
+    """Checksums of a sampler's draws, compared with earlier ones.
+
+    Args:
+        expected: checksums of the indices of the first tasks.
+    """
+
+    def __init__(self, expected: dict[int, int]) -> None:
+        self._expected = expected
+        self._found = {0: 0} if 0 in expected else {}
+        self._checksum = 0
+        self.count = 0  # tasks
+
+    def add(self, indices: Any) -> codec.Encoded:
+        """The indices of the next task."""
+        encoded, self._checksum = drawn(indices, self._checksum)
+        self.count += 1
+        if self.count in self._expected:
+            self._found[self.count] = self._checksum
+        return encoded
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the draws were the same."""
+        return self._found == self._expected
+
+
+class _LastWorker:
+    """One worker as it was in the last state: what has not changed since is the same object in the next."""
+
+    def __init__(self) -> None:
+        self._made_of: tuple[Any, ...] = (self,) * 4
+        self._worker = SavedWorker()
+        self._count = 0  # tasks to be built again
+
+    def of(self, journal: Journal, *, is_compared: bool) -> SavedWorker:
+        """The worker with this journal; `is_compared`: its stream is read again from the start, and compared."""
+        if not journal.begun:
+            raise StateError(
+                "the iterator was dropped before its workers had reported their state; save while iterating"
+            )
+        before, tasks = journal.before, journal.replay
+        if is_compared and not may_be_stale(journal.base):
+            before = None
+        made_of, known = (journal.base, before, journal.newest, tasks), self._made_of
+        if len(tasks) == self._count and all(map(operator.is_, made_of, known)):
+            return self._worker
+        (start, _, replay), count = self._worker, self._count
+        if journal.base is not known[0] or before is not known[1]:
+            start = WorkerStart(journal.base, before)
+            if journal.base is not None and journal.base.error:
+                raise StateError(f"a worker's dataset could not save its state:\n{journal.base.error}")
+            note_modules(start.located)
+        if tasks is not known[3]:
+            replay, count = "", 0
+        newest_first = itertools.islice(reversed(tasks.values()), len(tasks) - count)
+        worker = SavedWorker(start, journal.remembers, replay + text_of_tasks([*newest_first][::-1]))
+        count = len(tasks)
+        self._worker, self._made_of, self._count = worker, made_of, count  # no interrupt comes in between
+        return worker
+
+
+class Kept:
+    """What is kept of the last state of a position; see NOTE [Same parts] in `state.py`."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.parts = Parts()
+        self.workers = [_LastWorker() for _ in range(num_workers)]
+        self.begin = EpochBegin()
+
+
+def kept_of(position: Position) -> Kept:
+    """What is kept of the last state of a position."""
+    if position.kept is None:
+        position.kept = Kept(position.num_workers)
+    kept: Kept = position.kept
+    return kept
+
+
+def place_of(position: Position) -> SavedPlace:
+    """A position, for a state.
+
+    Raises:
+        StateError: it can't be saved.
+    """
+    kept = kept_of(position)
+    position.settle()
+    if position.error:
+        raise StateError(f"the position in the epoch can't be saved: {position.error}")
+    begin = position.base_seed, position.shared_seed, position.epoch, position.starts, position.stages
+    if not all(map(operator.is_, begin, kept.begin)):
+        if errors := [start.own.error for start in position.starts if start.own.error]:
+            raise StateError(f"the sampler could not save its state:\n{errors[0]}")
+        kept.begin = EpochBegin(*begin)
+    draws = int(min(position._draws, position.drawn_by_torch))
+    last = max(draws, position.next_task) - 1
+    while last >= position.next_task and last not in position._checksums:
+        last -= 1
+    stream = position.stream
+    if stream is not None and stream.iterator is not None:
+        stream = replace(stream, iterator=None, told=stream.told or told_by(stream.iterator))
+    pairs = zip(kept.workers, position.journals, strict=True)
+    return SavedPlace(
+        kept.begin,
+        stream,
+        tuple([worker.of(journal, is_compared=position.iterable) for worker, journal in pairs]),
+        tuple(sorted(position._ahead)),
+        next_task=position.next_task,
+        next_worker=position.next_worker,
+        delivered=position.delivered,
+        checksum=position.checksum,
+        skipped=position.skipped,
+        finished=position.finished,
+        draws=draws,
+        drawn=last + 1,
+        drawn_checksum=position._checksums.get(last, position.checksum),
+    )
+
+
+def move_to(position: Position, saved: SavedPlace) -> Any:
+    """Moves a position, of a new iterator, to where another one was.
+
+    Returns:
+        The sampler's iterator, from there on.
+
+    Raises:
+        StateError: the sampler does not reproduce its indices.
+    """
+    begin = saved.begin
+    position.epochs_begun += not saved.finished
+    position.base_seed, position.shared_seed, position.epoch = begin.base_seed, begin.shared_seed, begin.epoch
+    position.starts, position.stages = begin.starts, begin.stages
+    position.next_task, position.next_worker = saved.next_task, saved.next_worker
+    position.delivered, position.skipped, position.finished = saved.delivered, saved.skipped, saved.finished
+    position._ahead = dict.fromkeys(saved.ahead, saved.checksum)
+    position.stateful = any(start.own != OwnState() for start in position.starts)
+    replays = [tasks_in(worker.replay) for worker in saved.workers]
+    told: dict[int, codec.Encoded | None] = {task_id: None for replay in replays for task_id, _ in replay}
+    iterator = iter(()) if position.finished and not told else _draw_again(position, saved, told)
+    for journal, worker, replay in zip(position.journals, saved.workers, replays, strict=True):
+        base = worker.start.state
+        if base is not None:  # later tasks come after what it has built, whatever their numbers
+            base = base._replace(last_task=min(base.last_task, position.next_task - 1))
+        # Without order a worker may be ahead of what was drawn again; then nothing depends on its earlier batches.
+        known = [(task_id, told[task_id], digest) for task_id, digest in replay]
+        again = [Task(number, Drawn(indices, 0), digest=digest) for number, indices, digest in known if indices]
+        journal.starts_at(base, again)
+        if worker.start.before is not None:
+            journal.starts_before(worker.start.before)
+    return iterator
+
+
+def _draw_again(position: Position, saved: SavedPlace, told: dict[int, codec.Encoded | None]) -> Any:
+    """The sampler's iterator at the position; fills in the indices for the tasks in `told`. See `samplers.py`."""
+    expected = {position.next_task: saved.checksum, saved.drawn: saved.drawn_checksum}
+    position._draws, position.checksum = saved.draws, saved.checksum
+    for start in position.starts:
+        theirs = position.samplers.are_of_users  # what they raise is the user's to see
+        with position.samplers.at(start.moment), contextlib.nullcontext() if theirs else as_saved():
+            iterator = _iterator_at(position, start)
+            if start.drawing is not None:
+                position.samplers.move_to(start.drawing)
+            if position.iterable:  # its indices carry no information, and are all the same
+                told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
+                return iterator
+            given = iterator if start.first is None else itertools.chain([start.first], iterator)
+            checksums, ahead = Checksums(expected), []
+            for task_id, indices in enumerate(itertools.islice(given, position._draws)):
+                encoded = checksums.add(indices)
+                if task_id >= position.next_task:
+                    ahead.append(copy.deepcopy(indices))  # the sampler may reuse its list
+                elif task_id in told:
+                    told[task_id] = encoded
+            if checksums.as_expected:
+                return DrawnAgain(ahead, iterator, ended=checksums.count < position._draws)
+    raise StateError(
+        f"the sampler did not reproduce its indices: the first {position.next_task} batches, or those drawn ahead, "
+        "differ from the saved ones. A sampler must depend on nothing but its arguments, set_epoch and random "
+        "generators that it holds, or have state_dict() and "
+        "load_state_dict()"
+    )
+
+
+def _iterator_at(position: Position, start: Start) -> Any:
+    position.samplers.load(start.own.sampler)
+    iterator = iterator_of(position.samplers, position.stages)
+    if start.own.iterator is not None and has_state(iterator):
+        iterator.load_state_dict(pickle.loads(start.own.iterator))
+    return iterator
