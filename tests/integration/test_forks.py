@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -21,6 +20,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+import programs
 import rayloader
 from inside import kill_worker, pid_of, pid_of_zygote
 from latches import Gate
@@ -28,7 +28,7 @@ from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
 from rayloader.epoch import hosts
 from rayloader.workers import zygote
-from test_scripts import finish, start
+from test_scripts import FOLDER, finish
 
 pytestmark = [oversubscribed, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
@@ -93,7 +93,7 @@ def lines(caplog):
 @pytest.fixture(scope="module", autouse=True)
 def ends():
     """The program runs beside the tests."""
-    script = start("script_forks.py")
+    script = programs.Program(FOLDER / "script_forks.py")
     yield script
     finish(script)
 
@@ -503,7 +503,7 @@ def test_too_few_descriptors():
         "        print(type(error).__name__, error)\n"
         "print(sorted(ways))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = programs.run(program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "['batches', 'error']", done.stdout
 
@@ -566,7 +566,7 @@ def test_the_kind_of_workers_is_an_attribute_and_a_default_of_patch():
         "assert type(loader) is rayloader.DataLoader and loader.workers == 'fork'\n"
         "print([batch.tolist() for batch in loader], 'ray' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = programs.run(program)
     assert (done.returncode, done.stdout) == (0, "[[0, 1], [2, 3]] False\n"), done.stderr
 
 
@@ -586,7 +586,7 @@ def test_warnings_of_others_name_the_programs_line(tmp_path):
         "for batch in DataLoader(range(4), num_workers=2, pin_memory=True):\n"
         "    pass\n"
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=True)
+    done = programs.run(program)
     told = [line for line in done.stderr.splitlines() if "Warning:" in line]
     if not torch.accelerator.is_available():
         assert [line for line in told if "pin_memory" in line and line.startswith(f"{program}:4: UserWarning")]

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from probes import in_each_worker
+from programs import Program
 
 FOLDER = Path(__file__).parent
 HANG_LIMIT = 240  # seconds for a script; on expiry it is killed and the test fails
@@ -75,7 +76,7 @@ def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_pa
 
 
 def test_a_script_ends_by_itself_while_copies_to_a_device_are_pending():
-    output, errors = finish(script := start("script_to_device.py"))
+    output, errors = finish(script := Program(FOLDER / "script_to_device.py"))
     assert (script.returncode, output[-1]) == (0, "done 3 3 0 True"), errors
     assert "Traceback" not in errors
 
@@ -243,7 +244,7 @@ def test_accelerate_saves_and_resumes_a_loader_without_workers():
 
 
 def test_without_workers_ray_is_never_imported_whatever_the_context():
-    output, errors = finish(script := start("script_no_ray.py"))
+    output, errors = finish(script := Program(FOLDER / "script_no_ray.py"))
     assert (script.returncode, output, errors) == (0, ["the end"], "")
 
 

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import subprocess
 import sys
 import threading
 import tracemalloc
@@ -25,13 +24,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import programs
 from rayloader.transport import arena as module
 from rayloader.transport import codec
 from rayloader.transport.arena import CHUNK, COLD_AFTER, PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
 from rayloader.transport.codec import no_collection
 from rayloader.transport.memory_file import MemoryFile
 
-ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 60.0
 NUMBERS = torch.arange(512)  # a page
 
@@ -670,7 +669,7 @@ kept = [torch.frombuffer(arena.view(writer.put(memoryview(bytes(64))), leases), 
 kept.append(kept)
 torch.kept = kept[1].numpy()
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = programs.run(program)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 

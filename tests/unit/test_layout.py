@@ -6,11 +6,12 @@ names, it depends on.
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import programs
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rayloader"
@@ -286,9 +287,7 @@ import ray
 assert "ray" in imported()
 print("checked")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = programs.run(program)
     assert (done.stdout, done.returncode) == ("checked\n", 0), done.stderr
 
 
