@@ -58,7 +58,7 @@ class Program:
     def communicate(self, timeout=LIMIT_S):
         """What it has printed, and its errors, once it has ended."""
         try:
-            if not select.select([self._waiter], [], [], timeout)[0]:
+            if self.returncode is None and not select.select([self._waiter], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"program {self.pid}", timeout)
         finally:
             self.kill()
