@@ -7,6 +7,7 @@ also around tests that never import the library.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -68,6 +69,12 @@ def results_of(iterator):
 def await_more(iterator, seconds=1.0):
     """As its user does while there is no batch: handles what comes within so many seconds."""
     iterator._engine._await(seconds)
+
+
+def set_timeout(iterator, seconds):
+    """Has it wait for so long from now on: what came before may have taken as long as the machine needs."""
+    engine = iterator._engine
+    engine._options = dataclasses.replace(engine._options, timeout=seconds)
 
 
 def workers_are_idle(iterator, look=lambda: None):

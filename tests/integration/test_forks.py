@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import programs
 import rayloader
-from inside import kill_worker, pid_of, pid_of_zygote
+from inside import kill_worker, pid_of, pid_of_zygote, set_timeout
 from latches import Gate
 from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
@@ -173,12 +173,14 @@ def test_a_zygote_that_is_stopped_before_it_has_forked(monkeypatch):
 
 def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped(monkeypatch):
     monkeypatch.setattr(zygote, "SILENCE_SECONDS", 1e6)
-    iterator = iter(load(Drawing(), prefetch_factor=2, timeout=0.5))
+    iterator = iter(load(Drawing(), prefetch_factor=2))
     batches = [next(iterator).tolist() for _ in range(3)]
     stop(pid_of_zygote(iterator))
     kill_worker(iterator, 1)
+    set_timeout(iterator, 0.5)
     with pytest.raises(BatchTimeoutError, match=r"timed out after 0\.5 seconds"):
         batches.extend(map(torch.Tensor.tolist, iterator))
+    set_timeout(iterator, 0)
     os.kill(pid_of_zygote(iterator), signal.SIGCONT)
     assert [batches + taken(iterator)] == torchs("map-style", prefetch_factor=2)
 
@@ -403,10 +405,12 @@ class Waiting(Drawing):
 
 def test_a_timeout_is_an_error_and_the_batch_may_still_come(tmp_path):
     gate = Gate(tmp_path / "gate")
-    iterator = iter(load(Waiting(gate), timeout=0.5))
+    iterator = iter(load(Waiting(gate)))
     batches = [next(iterator).tolist() for _ in range(2)]
+    set_timeout(iterator, 0.5)
     with pytest.raises(BatchTimeoutError, match=r"timed out after 0\.5 seconds"):
         next(iterator)
+    set_timeout(iterator, 0)
     gate.open()
     assert batches + taken(iterator) == torchs("map-style")[0]
 
