@@ -69,7 +69,8 @@ def sessions_script():
 
 @pytest.mark.parametrize("asked", [(), ("ray",)], ids=["forks", "actors"])
 def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_path, asked):
-    output, errors = finish(script := start("script_exit.py", tmp_path, *asked))
+    script = start("script_exit.py", tmp_path, *asked) if asked else Program(FOLDER / "script_exit.py", tmp_path)
+    output, errors = finish(script)
     assert (script.returncode, output[-1]) == (0, "the end"), errors
     assert "Traceback" not in errors
     check_gone(processes(output[0]))
@@ -196,7 +197,7 @@ def test_batches_in_arenas_outlive_the_workers_and_are_held_at_exit(ray_session)
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("where", ["parent", "child"])
+@pytest.mark.parametrize("where", [pytest.param("parent", marks=pytest.mark.full), "child"])
 def test_a_fork_of_a_program_that_uses_ray_has_forks(ray_session, where):
     """Also if its parent has not iterated, or not even imported rayloader, before."""
     program = (

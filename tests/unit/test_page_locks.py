@@ -439,7 +439,7 @@ class Program:
         self.accelerator.advance(self.accelerator.queued)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12))])
 def test_no_slot_is_written_to_while_a_copy_from_it_is_pending(seed):
     accelerator = SimulatedAccelerator()
     program = Program(accelerator, random.Random(seed)).run(400)
@@ -448,8 +448,7 @@ def test_no_slot_is_written_to_while_a_copy_from_it_is_pending(seed):
     assert len(program.copies) > 20
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
-def test_without_holding_slots_back_the_same_programs_tear_batches(seed, monkeypatch):
+def test_without_holding_slots_back_the_same_programs_tear_batches(monkeypatch):
     """So the test above would see it."""
     monkeypatch.setattr(PageLocks, "is_locked", lambda *_: False)
     accelerator = SimulatedAccelerator()
