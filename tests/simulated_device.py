@@ -14,7 +14,7 @@ from rayloader.transport import device, page_locks
 from rayloader.transport.device import Accelerator, AcceleratorError, Event, Marks, move
 
 DEVICE = torch.device("cuda", 0)
-LIMIT_S = 60.0  # to wait for another thread; on expiry the test fails
+LIMIT_S = 120.0  # to wait for another thread; on expiry the test fails
 
 
 class SimulatedEvent(Event):

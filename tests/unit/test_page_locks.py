@@ -23,7 +23,7 @@ from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLa
 from rayloader.transport.page_locks import PageLocks, blocks
 from simulated_device import DEVICE, SimulatedAccelerator
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 MIB = 1 << 20
 
 
