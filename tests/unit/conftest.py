@@ -4,6 +4,10 @@ import gc
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")  # no test depends on its speed
 
 MANY = 100  # modules
 

@@ -340,7 +340,7 @@ def test_a_buffer_must_lie_in_its_slot():
             pair.view((slot, *extent))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(st.integers(1, 9 * PAGE), st.tuples(st.integers(0, 99), st.booleans())), max_size=60))
 def test_what_is_held_never_changes_and_all_room_comes_back(steps):
     """A number makes a batch of that many bytes; a tuple drops one, and says whether a message goes to the worker."""
@@ -1013,7 +1013,7 @@ def test_without_room_there_is_none_until_something_comes_back():
     assert free.take(4 * PAGE) == (0, 4 * PAGE)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(st.integers(1, 9 * PAGE), st.tuples(st.integers(0, 99))), max_size=80))
 def test_slots_never_overlap_and_all_room_comes_back(steps):
     """A number takes that many bytes; a tuple says which slot comes back."""

@@ -22,7 +22,7 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import programs
@@ -448,7 +448,7 @@ def arrays(draw):
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(source=arrays())
 def test_batches_have_the_strides_that_torchs_have(protocol, source):
     want = between_torchs_processes(source, protocol)
@@ -461,7 +461,7 @@ def test_batches_have_the_strides_that_torchs_have(protocol, source):
 
 
 @given(order=st.permutations(range(3)), steps=st.lists(st.sampled_from([1, -1]), min_size=3, max_size=3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_replicas_arrays_without_gaps_keep_their_strides(order, steps):
     base = np.arange(24.0).reshape(4, 3, 2).transpose(order)[tuple(slice(None, None, step) for step in steps)]
     for source in (base, base.astype("i1"), np.broadcast_to(base[..., None], (*base.shape, 3))):
@@ -1291,7 +1291,7 @@ def walk(obj):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(PAYLOADS)
 def test_any_structure(payload):
     got = through(payload)

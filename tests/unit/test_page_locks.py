@@ -106,7 +106,7 @@ def test_blocks_cover_an_arena_without_its_header():
         assert all(start < end and not start % PAGE for start, end in found)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 6 * MIB), st.booleans()), max_size=60), st.randoms())
 def test_each_slot_lies_in_one_block_also_after_free_ones_were_joined(steps, chance):
     rooms = blocks(64 * MIB)
