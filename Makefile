@@ -11,11 +11,9 @@ DOCS_READY := $(VENV)/.ready-docs
 
 # The tests run in parts, each in a process with a Ray of its own, three side by side, for tests of workers leave cores
 # idle; what takes longest begins first. A part is a folder, unless its files are given here.
-PARTS := integration programs conformance unit multinode others types
+PARTS := integration programs conformance unit multinode others checkpoints types
 FOLDERS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py))))
-# Torch's side of the conformance tests runs in a process of its own while those of checkpoints do.
 FILES_checkpoints := $(wildcard tests/integration/test_checkpoint*.py)
-FILES_conformance := $(FILES_checkpoints) tests/conformance
 FILES_programs := $(patsubst %,tests/integration/test_%.py,closing default examples forks interrupts \
 	kinds_of_datasets lacking lifetimes scripts signals)
 FILES_integration := tests/integration $(patsubst %,--ignore=%,$(FILES_checkpoints) $(FILES_programs))
