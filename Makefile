@@ -11,12 +11,14 @@ DOCS_READY := $(VENV)/.ready-docs
 
 # The tests run in parts, each in a process with a Ray of its own, three side by side, for tests of workers leave cores
 # idle; what takes longest begins first. A part is a folder, unless its files are given here.
-PARTS := integration programs unit conformance multinode others checkpoints
+PARTS := integration programs conformance unit multinode others checkpoints types
 FOLDERS := $(notdir $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py))))
 FILES_checkpoints := $(wildcard tests/integration/test_checkpoint*.py)
 FILES_programs := $(patsubst %,tests/integration/test_%.py,closing default examples forks interrupts \
 	kinds_of_datasets lacking lifetimes scripts signals)
 FILES_integration := tests/integration $(patsubst %,--ignore=%,$(FILES_checkpoints) $(FILES_programs))
+FILES_types := tests/unit/test_docs.py::test_the_library_and_the_code_in_the_documents_pass_mypy
+FILES_unit := tests/unit --deselect=$(FILES_types)
 FILES_others := $(addprefix tests/,$(sort $(filter-out $(PARTS),$(FOLDERS))))
 PYTEST := $(PY) -m pytest $(SELECTED)
 
@@ -59,8 +61,7 @@ lint: $(READY) ## ruff: rules and format
 	@$(PY) -m ruff check --quiet .
 	@$(PY) -m ruff format --diff --quiet . || { echo "badly formatted; run: make format" >&2; exit 1; }
 
-types: $(READY) ## mypy, strict, on the library and on the code in the documents; part of the tests
-	@$(PYTEST) -q tests/unit/test_docs.py -k mypy
+types: ## mypy, strict, on the library and on the code in the documents; part of the tests
 
 format: $(READY) ## rewrite the sources as ruff wants them
 	@$(PY) -m ruff check --quiet --fix-only .

@@ -7,12 +7,14 @@ also around tests that never import the library.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
 import sys
+import weakref
 
-EXIT_LIMIT = 30.0  # seconds for a process that was killed to end; on expiry the test fails
+EXIT_LIMIT = 120.0  # seconds for a process that was killed to end; on expiry the test fails
 
 
 def engine_of(iterator):
@@ -70,6 +72,12 @@ def await_more(iterator, seconds=1.0):
     iterator._engine._await(seconds)
 
 
+def set_timeout(iterator, seconds):
+    """Has it wait for so long from now on: what came before may have taken as long as the machine needs."""
+    engine = iterator._engine
+    engine._options = dataclasses.replace(engine._options, timeout=seconds)
+
+
 def workers_are_idle(iterator, look=lambda: None):
     """Whether its workers have answered all that they were given; calls `look` before, while nothing can change."""
     engine = iterator._engine
@@ -97,6 +105,16 @@ def taken_from(iterator):
 def lock_of(pool):
     """The lock that is held while a lost worker is replaced."""
     return pool._lifetimes._lock
+
+
+def hide_other_tests(module):
+    """Searches of the program's own modules pass over those of all tests but this one's: no program has so many."""
+    if (namespaces := sys.modules.get("rayloader.namespaces")) is not None:
+        for name, other in sys.modules.items():
+            if name.startswith("test_"):
+                namespaces._not_own[name] = weakref.ref(other)
+        namespaces._not_own.pop(module.__name__, None)
+        namespaces._seen = None
 
 
 def pool_if_any():

@@ -14,7 +14,7 @@ from rayloader.gpu import device
 from rayloader.gpu.device import Accelerator, AcceleratorError, Event, Marks, move
 
 DEVICE = torch.device("cuda", 0)
-LIMIT_S = 60.0  # to wait for another thread; on expiry the test fails
+LIMIT_S = 120.0  # to wait for another thread; on expiry the test fails
 
 
 class SimulatedEvent(Event):

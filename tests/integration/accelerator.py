@@ -6,7 +6,7 @@ import torch
 
 from pretended import pretend_accelerator
 
-LIMIT = 60.0  # seconds to wait for another thread; on expiry the test fails
+LIMIT = 120.0  # seconds to wait for another thread; on expiry the test fails
 
 
 class Pinned(torch.Tensor):

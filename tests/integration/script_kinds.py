@@ -2,8 +2,9 @@
 
     python script_kinds.py SIDE OUT FOLDER [NAME...]
 
-SIDE is "torch" or "spawn" for torch's loader with workers that are forked or spawned, "fork" or "ray" for ours. What
-came of each kind is pickled into OUT, by its name; FOLDER is for their files.
+SIDE is "torch" or "spawn" for torch's loader with workers that are forked or spawned (as forks of a server that has
+imported torch, which takes seconds), "fork" or "ray" for ours. What came of each kind is pickled into OUT, by its name;
+FOLDER is for their files.
 """
 
 import atexit
@@ -31,7 +32,8 @@ def main(side, out, folder, *names):
     is_ours = side in ("fork", "ray")
     loader_class = rayloader.DataLoader if is_ours else torch.utils.data.DataLoader
     options = {"workers": side} if is_ours else {}
-    torch.multiprocessing.set_start_method("spawn" if side == "spawn" else "fork")
+    torch.multiprocessing.set_forkserver_preload(["torch.utils.data"])
+    torch.multiprocessing.set_start_method("forkserver" if side == "spawn" else "fork")
     ended = Path(folder) / "ended"
     driver = os.getpid()
     atexit.register(lambda: ended.open("a").write(f"{os.getpid() == driver}\n"))

@@ -94,7 +94,7 @@ class User(threading.Thread):
             self.error = error
 
     def check_told(self):
-        self.join(30)
+        self.join(120)
         self.mail.close()
         assert isinstance(self.error, RaySessionError), self.error
         assert self.batches == list(range(self.TAKES))

@@ -2,21 +2,19 @@
 
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 import inside
+import programs
 import rayloader
 from inside import kill_worker
 from rayloader import CacheError, DataLoader, cached
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 COUNT = 60
-HANG_LIMIT = 120.0  # seconds; on expiry the test fails
 
 
 class Decoded(Dataset):
@@ -76,6 +74,8 @@ def test_batches_are_those_without_a_cache_and_samples_are_built_once(way, where
 
 
 TORCHS = """
+import sys
+sys.path += sys.argv[1:]
 import torch
 from torch.utils.data import DataLoader
 from test_cached_loaders import COUNT, Augmented, Decoded, cached, epochs
@@ -91,9 +91,8 @@ assert stats.built == COUNT, stats
 
 def test_torchs_forked_workers_share_the_samples():
     """In a process without Ray, whose threads a fork would lack."""
-    path = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(inside.__file__)])
-    environment = {**os.environ, "PYTHONPATH": path}
-    subprocess.run([sys.executable, "-c", TORCHS], check=True, timeout=HANG_LIMIT, env=environment)
+    done = programs.run(TORCHS, os.path.dirname(__file__), os.path.dirname(inside.__file__))
+    assert done.returncode == 0, done.stderr
 
 
 def test_several_loaders_of_all_kinds_read_the_same_samples():

@@ -15,7 +15,7 @@ from rayloader.epoch.iterator import close_all
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-LIMIT = 60  # seconds for a thread to end; on expiry the test fails
+LIMIT = 120  # seconds for a thread to end; on expiry the test fails
 TAKEN = 2  # batches
 
 

@@ -7,14 +7,18 @@ import json
 
 import pytest
 
+from programs import Program
 from script_default import PROGRAMS
-from test_scripts import finish, start
+from test_scripts import FOLDER, finish
 
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory):
     """What the script has found, by the name of the loader."""
-    scripts = {name: start("script_default.py", name, tmp_path_factory.mktemp(name)) for name in ("torch", "rayloader")}
+    scripts = {
+        name: Program(FOLDER / "script_default.py", name, tmp_path_factory.mktemp(name))
+        for name in ("torch", "rayloader")
+    }
     found = {}
     for name, script in scripts.items():
         output, errors = finish(script)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler, get_worker_info
 
 import rayloader
+from inside import set_timeout
 from latches import Barrier, Gate, Mail
 from probes import Calls, Stream, as_is, load
 from rayloader import DataLoader
@@ -488,33 +489,18 @@ def test_a_timeout_names_batch_and_worker_and_iteration_may_go_on(tmp_path):
             gate.wait()
         return index
 
-    iterator = iter(load(get, 6, num_workers=2, timeout=2))
+    iterator = iter(load(get, 6, num_workers=2))
     assert [next(iterator), next(iterator)] == [0, 1]
+    set_timeout(iterator, 2)
     with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 2 seconds\b") as caught:
         next(iterator)
     assert type(caught.value) is rayloader.BatchTimeoutError
     assert re.search(
         r"batch 2 from worker 0 \(pid \d+ on \S+, node \w+\), indices 2\. Raise timeout if", str(caught.value)
     )
+    set_timeout(iterator, 0)
     gate.open()
     assert list(iterator) == [2, 3, 4, 5]
-
-
-def test_each_arrival_extends_the_time_limit_as_in_torch(tmp_path):
-    gates = [Gate(tmp_path / f"gate {index}") for index in range(2)]
-
-    def get(index):
-        gates[index].wait()
-        return index
-
-    # The head comes after more than the limit, but the other worker's batch came in between.
-    openers = [threading.Timer(seconds, gates[index].open) for index, seconds in ((1, 2.5), (0, 4.5))]
-    iterator = iter(load(get, timeout=3.5))
-    for opener in openers:
-        opener.start()
-    assert list(iterator) == [0, 1]
-    for opener in openers:
-        opener.join()
 
 
 # ---- no room

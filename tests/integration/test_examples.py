@@ -1,7 +1,7 @@
 """The examples, each run whole: in this process, with the warm actors of the session, or in one of its own.
 
-A process of its own, with actors of its own, costs more than what most examples do in it: `make test-full` starts one
-for each example, `make test` for the one that is killed.
+A process of its own, with actors of its own, costs more than what most examples do in it: only `make test-full` starts
+one for each example.
 """
 
 import os
@@ -100,13 +100,12 @@ def test_cached_sounds_are_computed_once(output_of: Callable[..., str]) -> None:
     assert "64 built: 50%" in output
 
 
-def test_text_stream_learns() -> None:
-    result = run_example("text_stream.py", "--steps", "30", "--target", "1")
+def test_text_stream_learns(output_of: Callable[..., str]) -> None:
+    output = output_of("text_stream.py", "--steps", "30", "--target", "1")
 
-    assert result.returncode == 0, result.stderr
-    assert "step   30/30" in result.stdout
-    assert "A sample:\n\ndef " in result.stdout
-    last_line = result.stdout.splitlines()[-1]
+    assert "step   30/30" in output
+    assert "A sample:\n\ndef " in output
+    last_line = output.splitlines()[-1]
     assert re.fullmatch(r"loss \d\.\d\d bits per character, unigram entropy \d\.\d\d", last_line)
 
 

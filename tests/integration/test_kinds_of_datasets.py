@@ -9,7 +9,8 @@ import pickle
 import pytest
 
 from kinds import KINDS
-from test_scripts import finish, kill_group, start
+from programs import Program
+from test_scripts import FOLDER, finish, kill_group, start
 
 SIDES = "torch", "spawn", "fork", "ray"
 
@@ -20,10 +21,9 @@ def programs(ray_session, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kinds")
     for side in SIDES:
         (folder / side).mkdir()
-    programs = {
-        side: start("script_kinds.py", side, folder / f"{side}.pickle", folder / side, joined=side == "ray")
-        for side in SIDES
-    }
+    arguments = {side: ("script_kinds.py", side, folder / f"{side}.pickle", folder / side) for side in SIDES}
+    programs = {"ray": start(*arguments.pop("ray"), joined=True)}
+    programs |= {side: Program(FOLDER / script, *more) for side, (script, *more) in arguments.items()}
     yield folder, programs
     for program in programs.values():
         kill_group(program)

@@ -4,14 +4,13 @@ tests/unit has more of both, without workers.
 """
 
 import itertools
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
+import programs
 from inside import kill_worker
 from latches import Gate
 from rayloader import DataLoader, StateError, get_shard_info
@@ -196,7 +195,7 @@ def test_that_all_ranks_read_the_same_is_told_in_the_log(tmp_path):
         "        return iter(range(3))\n"
         "list(DataLoader(Unaware(), None, num_workers=2, num_replicas=2, rank=0))\n"
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=True)
+    done = programs.run(program)
     assert done.stderr.count("Unaware did not ask for its part") == 1
 
 

@@ -13,10 +13,11 @@ import pytest
 import ray
 
 from probes import in_each_worker
+from programs import Program
 
 FOLDER = Path(__file__).parent
 HANG_LIMIT = 240  # seconds for a script; on expiry it is killed and the test fails
-EXIT_LIMIT = 30  # seconds for Ray's processes to end after their driver; on expiry the test fails
+EXIT_LIMIT = 120  # seconds for Ray's processes to end after their driver; on expiry the test fails
 
 
 def start(name, *arguments, joined=False, **options):
@@ -68,14 +69,15 @@ def sessions_script():
 
 @pytest.mark.parametrize("asked", [(), ("ray",)], ids=["forks", "actors"])
 def test_a_script_ends_by_itself_whatever_is_still_alive(sessions_script, tmp_path, asked):
-    output, errors = finish(script := start("script_exit.py", tmp_path, *asked))
+    script = start("script_exit.py", tmp_path, *asked) if asked else Program(FOLDER / "script_exit.py", tmp_path)
+    output, errors = finish(script)
     assert (script.returncode, output[-1]) == (0, "the end"), errors
     assert "Traceback" not in errors
     check_gone(processes(output[0]))
 
 
 def test_a_script_ends_by_itself_while_copies_to_a_device_are_pending():
-    output, errors = finish(script := start("script_to_device.py"))
+    output, errors = finish(script := Program(FOLDER / "script_to_device.py"))
     assert (script.returncode, output[-1]) == (0, "done 3 3 0 True"), errors
     assert "Traceback" not in errors
 
@@ -195,7 +197,7 @@ def test_batches_in_arenas_outlive_the_workers_and_are_held_at_exit(ray_session)
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("where", ["parent", "child"])
+@pytest.mark.parametrize("where", [pytest.param("parent", marks=pytest.mark.full), "child"])
 def test_a_fork_of_a_program_that_uses_ray_has_forks(ray_session, where):
     """Also if its parent has not iterated, or not even imported rayloader, before."""
     program = (
@@ -243,7 +245,7 @@ def test_accelerate_saves_and_resumes_a_loader_without_workers():
 
 
 def test_without_workers_ray_is_never_imported_whatever_the_context():
-    output, errors = finish(script := start("script_no_ray.py"))
+    output, errors = finish(script := Program(FOLDER / "script_no_ray.py"))
     assert (script.returncode, output, errors) == (0, ["the end"], "")
 
 

@@ -17,7 +17,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or ranks that are started again find addresses of the ones before
 }
-EXIT_LIMIT = 60  # seconds for Ray's processes to end after the last rank; on expiry the test fails
+EXIT_LIMIT = 120  # seconds for Ray's processes to end after the last rank; on expiry the test fails
 
 pytestmark = pytest.mark.full
 

@@ -31,7 +31,7 @@ from multinode_waiting import remove_nodes, wait_until
 from rayloader import DataLoader
 
 HERE = Path(__file__).parent
-SCRIPT_LIMIT = 90.0  # seconds; on expiry subprocess.run kills the script and raises
+SCRIPT_LIMIT = 120.0  # seconds; on expiry subprocess.run kills the script and raises
 
 
 @dataclass

@@ -7,6 +7,7 @@ number of the case. Before each case its number goes to the standard error, so t
 from __future__ import annotations
 
 import copy
+import faulthandler
 import gc
 import json
 import random
@@ -232,6 +233,7 @@ CASES = {"log": log_cases, "state": state_cases, "worker": worker_cases}
 
 def main(kind: str, first: int, count: int) -> None:
     """Prints what the cases raise that they must not."""
+    faulthandler.enable()
     warnings.simplefilter("ignore")
     case, found = CASES[kind](), {}
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -8,9 +8,7 @@ import pickle
 import resource
 import signal
 import stat
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +22,7 @@ from pyarrow import parquet
 from torch.utils.data import ConcatDataset, default_collate
 from torch.utils.data import DataLoader as TorchDataLoader
 
+import programs
 import rayloader
 from arrow_tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 from rayloader import ArrowDataset, CacheError, ReplicaError
@@ -886,7 +885,7 @@ ArrowDataset(sys.argv[1], cache=sys.argv[2])
 
 def test_who_is_killed_while_writing_leaves_nothing_that_is_read(tmp_path):
     path, cache = write(tmp_path / "x.parquet", "parquet"), tmp_path / "cache"
-    killed = subprocess.run([sys.executable, "-c", KILLED, path, cache], cwd=Path(__file__).parents[2])
+    killed = programs.run(KILLED, path, cache)
     assert killed.returncode == -signal.SIGKILL
     (left,) = cache.iterdir()
     assert left.suffix == ".tmp"
@@ -918,9 +917,7 @@ assert "pyarrow" not in sys.modules
 assert rayloader.ArrowDataset.__name__ == "ArrowDataset" and rayloader.ParquetStream.__name__ == "ParquetStream"
 assert "pyarrow" in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
-    )
+    done = programs.run(program)
     assert (done.stderr, done.returncode) == ("", 0)
 
 

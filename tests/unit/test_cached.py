@@ -35,6 +35,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+import programs
 import rayloader
 from rayloader import CacheError, CacheStats, cached
 from rayloader.data import cached as module
@@ -43,7 +44,7 @@ from rayloader.observe.stats import LoaderStats, Period, Times, verdict
 from rayloader.transport import memory_file
 from rayloader.transport.pickler import dumps_by_value
 
-HANG_LIMIT = 60.0  # seconds; on expiry the test fails
+HANG_LIMIT = 120.0  # seconds; on expiry the test fails
 Pair = collections.namedtuple("Pair", "image label")
 
 
@@ -1405,11 +1406,8 @@ def test_fingerprints_are_the_same_in_each_run(tmp_path):
         "from rayloader.data.fingerprint import fingerprint_of\n"
         "print(fingerprint_of(Photos(), None).hex())\n"
     )
-    outputs = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        outputs.add(subprocess.run([sys.executable, program], env=environment, capture_output=True, check=True).stdout)
-    assert len(outputs) == 1
+    seeded = subprocess.run([sys.executable, program], env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True)
+    assert seeded.stdout.decode() == programs.run(program).stdout != ""
 
 
 def test_fingerprints_see_when_a_mapped_file_was_written(tmp_path):

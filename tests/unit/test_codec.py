@@ -12,28 +12,26 @@ import pickle
 import pickletools
 import random
 import sqlite3
-import subprocess
 import sys
 import threading
 import types
 import warnings
 import weakref
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import programs
 from rayloader.transport import pickler, raw, unpicklable
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
 from rayloader.transport.pickler import Special
 from rayloader.transport.raw import copied
 
-ROOT = Path(__file__).parents[2]
 STRIDED = list(raw.NAMES)
 
 
@@ -450,7 +448,7 @@ def arrays(draw):
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(source=arrays())
 def test_batches_have_the_strides_that_torchs_have(protocol, source):
     want = between_torchs_processes(source, protocol)
@@ -463,7 +461,7 @@ def test_batches_have_the_strides_that_torchs_have(protocol, source):
 
 
 @given(order=st.permutations(range(3)), steps=st.lists(st.sampled_from([1, -1]), min_size=3, max_size=3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_replicas_arrays_without_gaps_keep_their_strides(order, steps):
     base = np.arange(24.0).reshape(4, 3, 2).transpose(order)[tuple(slice(None, None, step) for step in steps)]
     for source in (base, base.astype("i1"), np.broadcast_to(base[..., None], (*base.shape, 3))):
@@ -818,26 +816,26 @@ def test_byte_order_is_what_pickling_between_torchs_processes_makes_of_it(dtype,
 # Classes by value
 
 
-DRIVER = '''
-import collections, dataclasses, enum, pickle, subprocess, sys
+DRIVER = """
+import collections, dataclasses, enum, os, pickle
 import torch
 from cloudpickle import cloudpickle
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.raw import copied
 
-CHILD = """
-import pickle, sys
-from rayloader.transport.codec import decode, encode
-requests, replies = sys.stdin.buffer, sys.stdout.buffer
-while True:
-    try:
-        dataset = decode(*pickle.load(requests))
-    except EOFError:
-        break
-    encoded = encode(dataset.batch(), known_classes=True)
-    pickle.dump((encoded.skeleton, [bytes(b) for b in encoded.buffers]), replies)
-    replies.flush()
-"""
+(asked, ask_end), (answers, answer_end) = os.pipe(), os.pipe()
+if (child := os.fork()) == 0:  # as another program: it has none of the classes below
+    os.close(ask_end)
+    requests, replies = open(asked, "rb"), open(answer_end, "wb")
+    while True:
+        try:
+            dataset = decode(*pickle.load(requests))
+        except EOFError:
+            os._exit(0)
+        encoded = encode(dataset.batch(), known_classes=True)
+        pickle.dump((encoded.skeleton, [bytes(b) for b in encoded.buffers]), replies)
+        replies.flush()
+requests, replies = open(ask_end, "wb"), open(answers, "rb")
 
 class Base:
     def hello(self):
@@ -897,12 +895,11 @@ class SlottedDataset:
 
 def ask(dataset):
     encoded = encode(dataset)
-    pickle.dump((encoded.skeleton, [bytearray(b) for b in encoded.buffers]), child.stdin)
-    child.stdin.flush()
-    skeleton, buffers = pickle.load(child.stdout)
+    pickle.dump((encoded.skeleton, [bytearray(b) for b in encoded.buffers]), requests)
+    requests.flush()
+    skeleton, buffers = pickle.load(replies)
     return skeleton, buffers, decode(skeleton, [*map(copied, buffers)])
 
-child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 mine = (Base, Batch, Data, Color, Pair, Dataset)
 before = [dict(vars(c)) for c in mine]
 batch = Dataset().batch  # keeps nothing
@@ -937,10 +934,10 @@ for key in [k for k, v in tracker.items() if v is Batch]:
 one, two = (decode(skeleton, [*map(copied, buffers)])[0] for _ in range(2))
 assert type(one) is type(two) is not Batch
 assert one.double().tolist() == [0, 2, 4] and isinstance(one, Base)
-child.stdin.close()
-assert child.wait(60) == 0
+requests.close()
+assert os.waitpid(child, 0)[1] == 0
 print("passed")
-'''
+"""
 
 
 SPAWN = """
@@ -959,8 +956,7 @@ if __name__ == "__main__":
 def test_classes_of_main_come_back_as_the_drivers_own(before, tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(before + DRIVER)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    done = programs.run(script)
     assert (done.returncode, done.stdout.strip()) == (0, "passed"), done.stderr
 
 
@@ -1295,7 +1291,7 @@ def walk(obj):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(PAYLOADS)
 def test_any_structure(payload):
     got = through(payload)

@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
+import programs
 from rayloader import DataLoader, StateError
 from rayloader.random.generator_kinds import kind_of, set_state, state_of
 from rayloader.random.generators import Located
@@ -34,14 +34,7 @@ ALL += [pytest.param(kind, CASES[kind], count, marks=pytest.mark.full) for kind,
 @pytest.mark.parametrize(("kind", "first", "count"), ALL)
 def test_what_is_damaged_is_an_error_of_ours_or_is_read(kind, first, count):
     """In a process of its own, with little memory: the interpreter itself may crash."""
-    program = Path(__file__).with_name("damaging.py")
-    ran = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(program), kind, str(first), str(count)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_LIMIT,
-        check=False,
-    )
+    ran = programs.run(Path(__file__).with_name("damaging.py"), kind, str(first), str(count), timeout=HANG_LIMIT)
     assert ran.returncode == 0, ran.stderr[-2000:]  # of a crash the last number is the case
     assert json.loads(ran.stdout) == {}
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from documents import BLOCKS, DOCUMENTS, FENCE, ROOT, commands_of
+from documents import BLOCKS, DOCUMENTS, FENCE, ROOT
 
 SOURCE_FOLDERS = ("rayloader", "tests", "examples", "benchmarks")
 FOLDERS = (*SOURCE_FOLDERS, "docs", ".ci")
@@ -185,51 +185,7 @@ def problems(text: str, document: Path) -> list[str]:
     return [problem for problem in found if problem]
 
 
-# --- the commands in the documents
-
-# What runs each command of the documents: a test, `make`, or nothing, and then why.
-COMMANDS = {
-    "make ": "the targets exist, see above; CI runs `make test`, and `make test` the demo's program",
-    "pip install .": "tests/versions/test_versions.py",
-    ".venv/bin/python -m pytest tests/versions": "make test-full",
-    "RAYLOADER_OLD_PYTHON=": "it needs an old torch, which takes gigabytes",
-    "rayloader doctor": "tests/integration/test_cli.py",
-    "rayloader bench": "tests/integration/test_cli.py",
-    "rayloader tune": "tests/integration/test_cli.py",
-    "rayloader show": "tests/unit/test_inspecting.py",
-    "rayloader diff": "tests/unit/test_inspecting.py",
-    "rayloader replay": "tests/integration/test_replay.py",
-    "python train.py": "tests/integration/test_replay.py",
-    "echo 19 >> skip.txt": "tests/integration/test_replay.py",
-    "torchrun ": "tests/integration/test_documents.py",
-    "ray get-auth-token": "tests/multinode/test_cluster_job.py",
-    "ray up cluster.yaml": "tests/unit/test_cluster_yaml.py",
-    "ray dashboard cluster.yaml": "needs the machines of a cloud",
-    "ray down cluster.yaml": "needs the machines of a cloud",
-    "RAY_AUTH_MODE=token ray job submit": "tests/multinode/test_cluster_job.py",
-    "ray job submit": "tests/multinode/test_cluster_job.py",
-    "export RAY_AUTH_": "needs Kubernetes",
-    "docker build": "needs Docker",
-    "kubectl ": "needs Kubernetes",
-    "python benchmarks/gpu.py": "tests/integration/test_gpu_benchmark.py",
-}
-
-
 # --- tests
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_each_command_is_run_by_a_test_or_it_is_known_why_none_can(name: str) -> None:
-    for command in commands_of((ROOT / name).read_text()):
-        runners = [runner for begin, runner in COMMANDS.items() if command.startswith(begin)]
-        assert runners, f"{command}: nothing runs it"
-        for path in re.findall(r"^tests/\S+\.py$", runners[0]):
-            assert (ROOT / path).exists(), path
-
-
-def test_every_way_to_run_a_command_is_used() -> None:
-    commands = [command for name in DOCUMENTS for command in commands_of((ROOT / name).read_text())]
-    assert [begin for begin in COMMANDS if not any(command.startswith(begin) for command in commands)] == []
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

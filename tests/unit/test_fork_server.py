@@ -9,6 +9,7 @@ import threading
 import psutil
 import pytest
 
+import programs
 from rayloader.actors import fork_server
 from rayloader.actors.default_worker import MADE, REPORT, VARIABLE, is_hash_seed_chosen
 from rayloader.actors.fork_server import SCRIPT, ExitReports, ForkServer
@@ -125,9 +126,7 @@ server = ForkServer()
 print(server._process.pid, flush=True)
 os._exit(0)
 """
-    started = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
-    ).stdout
+    started = programs.run(program).stdout
     if psutil.pid_exists(int(started)):
         psutil.Process(int(started)).wait(LIMIT)
 

@@ -24,7 +24,7 @@ from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, Free
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
 from simulated_device import DEVICE, SimulatedAccelerator
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 MIB = 1 << 20
 
 
@@ -106,7 +106,7 @@ def test_blocks_cover_an_arena_without_its_header():
         assert all(start < end and not start % PAGE for start, end in found)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 6 * MIB), st.booleans()), max_size=60), st.randoms())
 def test_each_slot_lies_in_one_block_also_after_free_ones_were_joined(steps, chance):
     rooms = blocks(64 * MIB)
@@ -439,7 +439,7 @@ class Program:
         self.accelerator.advance(self.accelerator.queued)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12))])
 def test_no_slot_is_written_to_while_a_copy_from_it_is_pending(seed):
     accelerator = SimulatedAccelerator()
     program = Program(accelerator, random.Random(seed)).run(400)
@@ -448,8 +448,7 @@ def test_no_slot_is_written_to_while_a_copy_from_it_is_pending(seed):
     assert len(program.copies) > 20
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
-def test_without_holding_slots_back_the_same_programs_tear_batches(seed, monkeypatch):
+def test_without_holding_slots_back_the_same_programs_tear_batches(monkeypatch):
     """So the test above would see it."""
     monkeypatch.setattr(PageLocks, "is_locked", lambda *_: False)
     accelerator = SimulatedAccelerator()

@@ -330,7 +330,7 @@ KINDS_OF_STREAMS = [
 ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(KINDS_OF_STREAMS), st.integers(0, 110), st.integers(0, 20), st.integers(0, 2), st.integers(1, 2))
 def test_a_state_continues_exactly(folder, arguments, first, second, epoch, count):
     """Twice: from a state of an iterator that has itself continued from one."""

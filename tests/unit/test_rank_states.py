@@ -81,8 +81,10 @@ def begun(kind, num_replicas, epochs, batches):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_replicas", [2, 3, 1])
-@pytest.mark.parametrize("batches", [0, 2])
+@pytest.mark.parametrize(
+    ("num_replicas", "batches"),
+    [(2, 2), (3, 0), *(pytest.param(*full, marks=pytest.mark.full) for full in [(1, 2), (2, 0), (3, 2), (1, 0)])],
+)
 def test_nothing_of_the_epoch_is_lost_or_repeated_with_other_ranks(kind, num_replicas, batches):
     expected = Counter(whole(kind, 3))
     before = begun(kind, 4, epochs=3, batches=batches)

@@ -1,12 +1,12 @@
 """Who builds: whether a program uses Ray, and what a loader's own arguments ask for. Without Ray."""
 
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+import programs
 from rayloader import DataLoader
 from rayloader.epoch import hosts
 from rayloader.options import Options
@@ -141,6 +141,6 @@ with warnings.catch_warnings(record=True) as caught:
 assert "ray" not in sys.modules
 print([(str(one.message)[:36], one.filename) for one in caught])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = programs.run(program)
     expected = [("multiprocessing.set_start_method('" + method[:2], "<string>")] * count
     assert (done.stdout, done.returncode) == (f"{expected}\n", 0), done.stderr

@@ -1,6 +1,7 @@
 """States of loaders whose reader is a batch ahead of the program; tests/frameworks has the real ones."""
 
 import gc
+import importlib
 import pickle
 import sys
 import types
@@ -75,6 +76,8 @@ class Stream(IterableDataset):
 @pytest.fixture(params=MODULES.items(), ids=MODULES)
 def reader(request, monkeypatch):
     module, name = request.param
+    if module.startswith("ray."):
+        importlib.import_module("ray")  # only where it was imported its module is looked for
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: Reader}))
     return Reader
 

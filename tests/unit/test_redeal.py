@@ -28,7 +28,7 @@ def ranges(length):
     drop_last=st.booleans(),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_what_one_world_has_not_taken_another_gets_once(length, worlds, shuffle, drop_last, data):
     stages, seen = [], []
     for number, world in enumerate(worlds):
@@ -61,7 +61,7 @@ def test_what_one_world_has_not_taken_another_gets_once(length, worlds, shuffle,
     worlds=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_what_comes_more_than_once_in_an_epoch_is_given_as_often(order, worlds, data):
     """As samples that are drawn with replacement do."""
     stages, seen = [], []

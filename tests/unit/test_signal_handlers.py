@@ -1,9 +1,8 @@
 """Signal handlers are those that the program has set, also while Ray was being started; see actors/signals.py."""
 
-import subprocess
-import sys
-
 import pytest
+
+import programs
 
 # The function `abort` represents the handler that Ray sets below Python: it ends the process if it is still there. Each
 # case is a forked child, in which SIGTERM first does something else than what the program sets meanwhile.
@@ -43,9 +42,7 @@ for name in HANDLERS:
 @pytest.mark.parametrize("interrupt", ["default_int_handler", "SIG_IGN"])
 def test_a_handler_that_is_set_while_ray_starts_stays(interrupt):
     """Also in a program in the background, which ignores SIGINT: at first it has no handler in Python."""
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", PROGRAM, interrupt], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = programs.run(PROGRAM, interrupt)
     outcomes = {"python": 1, "ignored": 0, "default": -15}
     expected = [f"{name} {first} {outcome}" for name, outcome in outcomes.items() for first in (True, False)]
     assert done.stdout.splitlines() == expected, done.stderr

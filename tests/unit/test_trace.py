@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import gzip
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
+import programs
 from rayloader import DataLoader, RayloaderError
 from rayloader.observe.histogram import Spent
 from rayloader.observe.trace import Trace
@@ -134,7 +133,7 @@ if os.fork() == 0:
 _, status = os.wait()
 print(status, os.path.exists("trace.json"))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = programs.run(program, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("0 False\n", "")
     assert slices_of(tmp_path / "trace.json") == ALL
 
