@@ -46,11 +46,12 @@ from rayloader.random.generator_kinds import KINDS, distinct, suit
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
 from rayloader.resume.drawn import drawn
-from rayloader.resume.ranks import Shard, Stage, chain_of, in_batches, order_of, part_of, share
+from rayloader.resume.ranks import Planned, Shard, Stage, chain_of, in_batches, order_of, part_of, share
 from rayloader.resume.snapshot import dump_state, has_state
 from rayloader.resume.state import Moment, OwnState, SamplerState
 
-# Torch's own, and a rank's shard of any sampler: what they give depends on nothing that a state does not hold.
+# Torch's own, and a rank's shard of any sampler: what they give depends on nothing that a state does not hold. Nor
+# does what a plan gives: see `is_quiet`.
 QUIET_SAMPLERS = {
     SequentialSampler,
     RandomSampler,
@@ -76,6 +77,11 @@ _NO_STATE = OwnState()
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 
 
+def is_quiet(sampler: Any) -> bool:
+    """Whether it is one of these samplers, or a plan."""
+    return type(sampler) in QUIET_SAMPLERS or isinstance(sampler, Planned)
+
+
 class Samplers:
     """The sampler of a loader and those that it wraps."""
 
@@ -89,7 +95,7 @@ class Samplers:
         self._stateful = stateful[0] if stateful else None
         innermost = self._chain[-1]
         self.part = part_of(self.index_sampler)
-        is_stock = type(innermost) in QUIET_SAMPLERS and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
+        is_stock = is_quiet(innermost) and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
         # Users of the global generators: the base seed, and samplers. A shard's order does not depend on them.
         shards = type(self.part) is Shard
         self._only_torch = is_stock or shards
@@ -135,7 +141,8 @@ class Samplers:
             return iter(self.index_sampler)
         part = self.part
         assert part is not None
-        mine = share(order_of(part), stages, part.num_replicas, part.rank, drop_last=part.drop_last)
+        order = order_of(part, len(stages[0].taken))
+        mine = share(order, stages, part.num_replicas, part.rank, drop_last=part.drop_last)
         return in_batches(mine, self._batch_size, drop_last=self._drop_last)
 
     # ---- generators and attributes
@@ -164,6 +171,8 @@ class Samplers:
     def _held_generators(self) -> list[Any]:
         found: list[Any] = []
         for sampler in self._chain:
+            if isinstance(sampler, Planned):  # it holds none
+                continue
             attributes = attributes_of(sampler).items()
             inner = {k: v for k, v in attributes if type(v) not in _SIMPLE and not self._is_searched(k, v)}
             if inner:  # torch's own have none, and some frameworks make a state before every batch
@@ -423,7 +432,7 @@ def _simple(sampler: Any) -> dict[str, Any]:
 def _makes_generator(sampler: Any) -> bool:
     """Whether it creates its generator on first use, as Accelerate's does."""
     had: Any = _first_attributes(sampler).get("generator", sampler)
-    return had is None and type(sampler) not in QUIET_SAMPLERS
+    return had is None and not is_quiet(sampler)
 
 
 def _alike(a: Any, b: Any) -> bool:
