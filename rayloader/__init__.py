@@ -1,5 +1,6 @@
 """torch's DataLoader with workers that are forks or Ray actors: change the import, keep the training script."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from rayloader.data.cached import CachedDataset, cached
@@ -27,8 +28,10 @@ from rayloader.observe.stats import CacheStats, LoaderStats
 from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
 if TYPE_CHECKING:
+    from rayloader import plans as plans
     from rayloader.data.arrow import ArrowDataset as ArrowDataset
     from rayloader.data.parquet import ParquetStream as ParquetStream
+    from rayloader.plans import lengths as lengths
 
 # Without ArrowDataset and ParquetStream: `import *` must not need pyarrow.
 __all__ = [
@@ -67,7 +70,10 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What needs pyarrow is imported when a program first names it."""
+    """What needs pyarrow, and plans, are imported when a program first names them."""
+    if name in ("plans", "lengths"):
+        plans = importlib.import_module("rayloader.plans")
+        return plans if name == "plans" else plans.lengths
     try:
         if name == "ArrowDataset":
             from rayloader.data.arrow import ArrowDataset

@@ -18,13 +18,14 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 
 # Which folders the files of a folder may import from; "" is the package itself.
 MAY_IMPORT = {
-    "": {"cli", "data", "epoch", "observe", "random", "replay", "resume", "sharing", "transport"},
+    "": {"cli", "data", "epoch", "observe", "plans", "random", "replay", "resume", "sharing", "transport"},
     "actors": {"", "host", "observe", "random", "resume", "transport", "workers"},
     "cli": {"", "actors", "observe", "replay", "resume", "transport"},
     "data": {"", "observe", "random", "resume", "transport"},
     "epoch": {"", "data", "observe", "random", "resume", "transport", "workers"},
     "host": {"", "data", "observe", "random", "resume", "transport"},
     "observe": {""},
+    "plans": {"", "data", "observe", "resume"},
     "random": {"", "transport"},
     "replay": {"", "data", "epoch", "observe", "random", "resume", "transport"},
     "resume": {"", "random", "transport"},
@@ -282,6 +283,7 @@ assert len(list(rayloader.DataLoader(range(4), batch_size=2))) == 2
 assert not imported(), "num_workers=0"
 assert list(rayloader.DataLoader(range(100), 10, num_workers=2, collate_fn=imported)) == [[]] * 10, "in a fork"
 assert not imported(), "forks"
+assert not any(name.startswith("rayloader.plans") for name in sys.modules), "a part that the core does not need"
 import ray
 assert "ray" in imported()
 print("checked")

@@ -603,6 +603,47 @@ TESTS = {
         "test_indices_are_those_of_a_sequence": ["the cached dataset had"],
         "test_what_finds_no_room_is_built_each_time": ["rayloader: the cache ... is full"],
     },
+    "unit/test_plans_mixture.py": {
+        "test_what_makes_no_sense_is_an_error": [
+            "... must be a whole number >= ..., got ...",
+            "a mixture must have",
+            "a source must be",
+            "a source must have",
+            "weights must be",
+            "there must be one weight",
+            "at least one weight",
+            "each source must have",
+            "weights that change must be",
+            "stop must be",
+            "source ... is never used up",
+        ],
+    },
+    "unit/test_plans_batches.py": {
+        "test_lengths_that_make_no_sense": [
+            "lengths must be one number",
+            "lengths must be from 1",
+            "lengths must be whole numbers",
+            "each sample must have a length",
+            "each sample must have a length, and ... of",
+        ],
+        "test_samples_above_the_budget_are_named_or_left_out": [
+            "each sample must fit into",
+            "all of ... samples are longer",
+            "too_long must be",
+        ],
+        "test_costs_that_make_no_sense": ["cost must give"],
+        "test_too_few_batches_for_the_ranks": ["with drop_last each rank"],
+        "test_wrong_arguments_of_packing": ["algorithm must be"],
+        "test_a_picture_needs_matplotlib": ["the picture of a plan"],
+    },
+    "unit/test_plans_packs.py": {
+        "test_what_does_not_fit_together": ["each field must be", "a pack that is padded"],
+        "test_states_of_others_are_refused": [
+            "this is not a state of a PackedStream",
+            "the state of a PackedStream is",
+        ],
+        "test_a_length_is_a_whole_number": ["fn must give"],
+    },
     "unit/test_shared_list.py": {
         "test_an_item_that_cannot_be_pickled_is_named": ["A SharedList pickles its items"],
     },
