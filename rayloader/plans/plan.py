@@ -90,6 +90,10 @@ class Plan(Planned):
     def __len__(self) -> int:
         return len(self.order_for(self.num_replicas))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made of the arguments, which other processes make themselves."""
+        return {name: () if name in ("_last", "_made") else value for name, value in vars(self).items()}
+
     def describe(self, picture: str | None = None) -> str:
         """What is in this epoch, in words, and on request in one picture.
 

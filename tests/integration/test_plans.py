@@ -1,6 +1,7 @@
 """Plans in loaders: torch's, ours with any number of workers and ranks, Accelerate's; states, skips, batches again."""
 
 import itertools
+import pickle
 import random
 from collections import Counter
 
@@ -171,6 +172,15 @@ def test_who_repeats_an_epoch_is_warned():
     batches(loader)
     with pytest.warns(UserWarning, match="this epoch has the same random order"):
         batches(loader)
+
+
+@kinds
+def test_a_plan_that_was_read_can_be_pickled(kind):
+    loader = made(kind)
+    whole = batches(loader)
+    plan = pickle.loads(pickle.dumps(loader.batch_sampler))
+    assert [*plan] == [*loader.batch_sampler]
+    assert len(plan) == len(whole)
 
 
 def test_plans_are_drawn_ahead():
