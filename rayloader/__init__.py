@@ -21,6 +21,7 @@ from rayloader.errors import (
 from rayloader.loader import DataLoader, init, shutdown
 
 if TYPE_CHECKING:
+    from rayloader import plans as plans
     from rayloader.data.arrow import ArrowDataset as ArrowDataset
     from rayloader.data.cached import CachedDataset as CachedDataset
     from rayloader.data.cached import cached as cached
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rayloader.observe.progress_bar import progress as progress
     from rayloader.observe.stats import CacheStats as CacheStats
     from rayloader.observe.stats import LoaderStats as LoaderStats
+    from rayloader.plans import lengths as lengths
     from rayloader.sharing.shares import Consumer as Consumer
     from rayloader.sharing.shares import SharedLoader as SharedLoader
     from rayloader.sharing.shares import share as share
@@ -52,6 +54,7 @@ _PARTS = {
     "SharedLoader": "sharing.shares",
     "cached": "data.cached",
     "get_shard_info": "host.shard_info",
+    "lengths": "plans",
     "patch": "frameworks.patching",
     "progress": "observe.progress_bar",
     "share": "sharing.shares",
@@ -96,6 +99,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """A name of a part, which is imported for it."""
+    if name == "plans":
+        return importlib.import_module("rayloader.plans")
     if name not in _PARTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
