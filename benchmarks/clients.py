@@ -27,7 +27,8 @@ from typing import Any
 
 import harness
 import tables
-from client_cases import CASES, write_pictures
+from client_cases import CASES
+from client_jobs import write_pictures
 from harness import Figure, Options
 from processes import Missing, Peer, PeerError
 
@@ -35,7 +36,7 @@ QUESTION = "clients"
 COMMAND = "python benchmarks/clients.py --busy"
 RESULTS = harness.RESULTS / "clients.json"
 DOCUMENT = harness.ROOT / "docs" / "clients.md"
-LOADERS = ("torch", "rayloader")
+LOADERS = ("torch", "rayloader-fork", "rayloader")
 KINDS = {"fresh": False, "persistent": True}  # workers
 MACHINES = ("quiet", "busy")
 BATCHES, QUICK_BATCHES = 16, 8  # an epoch
