@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import io
@@ -23,6 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 import client_stores
+import client_training
 import peers
 from client_jobs import BATCH_SIZE, PATCH, Case, Job, Mapped
 
@@ -236,7 +238,16 @@ CASES = {
     "xarray": Case(client_stores.xarray, needs=("zarr",)),
     "tensorstore": Case(client_stores.tensorstore, needs=("zarr",)),
     "duckdb": Case(client_stores.duckdb, needs=("polars",)),
-    "lance": Case(client_stores.lance),
+    "lance": Case(client_stores.lance, forks=False),
+    "mmengine": Case(client_training.mmengine, PATCH),
+    "trl": Case(client_training.trl, PATCH, needs=("peft",)),
+    "darts": Case(client_training.darts),
+    "torchgeo": Case(client_training.torchgeo),
+    "lightly": Case(client_training.lightly),
+    "megatron.energon": Case(client_training.energon, PATCH),
+    "opacus's loader": Case(client_training.opacus, PATCH),
+    "scdataset": Case(client_training.scdataset),
+    "scvi's loader": Case(client_training.scvi, PATCH),
 }
 
 
@@ -248,7 +259,7 @@ def make(name: str, case: str, folder: str, batches: int, workers: int) -> None:
     """Makes the loaders of a case, with fresh and with persistent workers."""
     chosen = CASES[case]
     for package in case.removesuffix("'s loader"), *chosen.needs:
-        if importlib.util.find_spec(package) is None:
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
             raise peers.Unavailable(f"{package} is not installed")
     warnings.simplefilter("ignore")
     loader_class = torch.utils.data.DataLoader
@@ -261,6 +272,8 @@ def make(name: str, case: str, folder: str, batches: int, workers: int) -> None:
             rayloader.patch(**own)
     for persistent, its_name in _NAMES.items():
         options = {"num_workers": workers, "persistent_workers": persistent}
+        if not chosen.forks:
+            options["multiprocessing_context"] = "spawn"
         job = Job(Path(folder), batches * BATCH_SIZE, loader_class, options)
         vars(sys.modules["__main__"])[its_name] = chosen.make(job)
 
@@ -287,6 +300,8 @@ def checksum(obj: Any, before: int = 0) -> int:
         return zlib.crc32(array.tobytes(), zlib.crc32(f"{array.shape}{array.dtype}".encode(), before))
     if hasattr(obj, "to_dict"):  # a batch of PyG's, or a tensorclass
         obj = obj.to_dict()
+    elif dataclasses.is_dataclass(obj):
+        obj = vars(obj)
     if isinstance(obj, Mapping):
         obj = [part for key in sorted(obj, key=str) for part in (key, obj[key])]
     if isinstance(obj, (list, tuple)) and not isinstance(obj, str):

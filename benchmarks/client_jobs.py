@@ -85,8 +85,10 @@ class Case:
         make: gives the loader.
         way: `IMPORT` or `PATCH`.
         needs: packages, besides that of the case's name.
+        forks: whether the library works in forks; torch's workers are spawned otherwise, and ours are actors.
     """
 
     make: Callable[[Job], Any]
     way: str = IMPORT
     needs: tuple[str, ...] = ()
+    forks: bool = True

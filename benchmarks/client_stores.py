@@ -150,7 +150,7 @@ class Query(IterableDataset[Any]):
                 "SELECT number, value FROM read_parquet(?) WHERE number % ? = ? ORDER BY number",
                 [self.path, worker.num_workers, worker.id],
             )
-            for batch in rows.fetch_record_batch(BATCH_SIZE):
+            for batch in rows.to_arrow_reader(BATCH_SIZE):
                 frame = polars.from_arrow(batch)
                 yield {name: frame[name].to_torch() for name in frame.columns}
 

@@ -61,7 +61,8 @@ def measure(options: Options) -> list[Figure]:
         for machine in machines:
             for kind in KINDS:
                 for name in LOADERS:
-                    of_it = epochs if isinstance(epochs, Missing) else epochs[name, kind, machine]
+                    unable = Missing(f"{case} does not work in forks")
+                    of_it = epochs if isinstance(epochs, Missing) else epochs.get((name, kind, machine), unable)
                     seconds = of_it if isinstance(of_it, Missing) else [one for one, _ in of_it]
                     sums = {} if isinstance(of_it, Missing) else {"checksums": [checksum for _, checksum in of_it]}
                     metric = f"{kind}, {machine}"
@@ -76,9 +77,10 @@ def taken(case: str, batches: int, options: Options, machines: tuple[str, ...]) 
         PeerError: a process failed.
     """
     epochs: dict[Key, list[Epoch]] = {}
+    loaders = [name for name in LOADERS if CASES[case].forks or name != "rayloader-fork"]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as peers:
         write_pictures(Path(folder), batches)
-        there = {name: peers.enter_context(Peer(name)) for name in LOADERS}
+        there = {name: peers.enter_context(Peer(name)) for name in loaders}
         for name, peer in there.items():
             harness.say(f"{QUESTION}: {case}, making it with {name}")
             made = peer.call("client_cases:make", case=case, folder=folder, batches=batches, workers=options.workers)
@@ -88,7 +90,7 @@ def taken(case: str, batches: int, options: Options, machines: tuple[str, ...]) 
             with spinning() if machine == "busy" else contextlib.nullcontext():
                 for number in range(-WARMING if machine == machines[0] else 0, options.rounds):
                     harness.say(f"{QUESTION}: {case}, {machine}, round {number + 1} of {options.rounds}")
-                    for name in harness.rotated(LOADERS, number):
+                    for name in harness.rotated(loaders, number):
                         for kind, persistent in KINDS.items():
                             answer = there[name].call("client_cases:epoch", persistent=persistent, batches=batches)
                             if isinstance(answer, Missing):
