@@ -301,7 +301,7 @@ def checksum(obj: Any, before: int = 0) -> int:
     if hasattr(obj, "to_dict"):  # a batch of PyG's, or a tensorclass
         obj = obj.to_dict()
     elif dataclasses.is_dataclass(obj):
-        obj = vars(obj)
+        obj = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
     if isinstance(obj, Mapping):
         obj = [part for key in sorted(obj, key=str) for part in (key, obj[key])]
     if isinstance(obj, (list, tuple)) and not isinstance(obj, str):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from rayloader import adopted
+from rayloader.errors import level_outside
 from rayloader.loader import DataLoader, WorkerCount, lost_state, source_of
 from rayloader.options import AutomaticPrefetch, OwnArguments
 from rayloader.readers import callers
@@ -201,11 +202,12 @@ def _warn_once(loader_class: type) -> None:
     global _warned
     if not _warned:
         _warned = True
+        framework = {loader_class.__module__.partition(".")[0]} - {"__main__"}
         warnings.warn(
             f"a rayloader.DataLoader was rebuilt as {loader_class.__module__}.{loader_class.__qualname__}: its "
             "batches now come from torch's workers, without the seeding, recovery and checkpoints of rayloader; call "
             "rayloader.patch() at the start of the program, so that frameworks create rayloader's loaders",
-            stacklevel=4,
+            stacklevel=level_outside("rayloader", "torch", *framework),
         )
 
 
