@@ -2,10 +2,10 @@
 
 Motive: what people run first is their library's dataset and few batches. There the start of an epoch counts, and what a
 loader does with the objects of a large package that the program has imported.
-Method: each library's case (`client_cases.py`) runs in two processes of its own: with torch's loader, without Ray, and
-with rayloader. They make the same dataset, and take epochs of it by turns, with fresh and with persistent workers. The
-first two rounds, in which Ray and the workers of both kinds start and import the library, are not counted. Every batch
-of each epoch must be the same with both, as a checksum shows. With --busy all is measured a second time while as many
+Method: each library's case (`client_cases.py`) runs in three processes of its own: with torch's loader, and with
+rayloader's forks, both without Ray, and with its actors. They make the same dataset, and take epochs of it by turns,
+with fresh and with persistent workers. The first two rounds, in which Ray and the workers of both kinds start and
+import the library, are not counted. Every batch of each epoch must be the same with all, as a checksum shows. With --busy all is measured a second time while as many
 processes as there are cores do nothing but use them. Medians of the rounds.
 Command: python benchmarks/clients.py --busy [--rounds N] [--workers N] [--cases torchvision,monai] [--quick]
 Needs the extra `clients`; a library that is not installed is left out.
@@ -71,7 +71,7 @@ def measure(options: Options) -> list[Figure]:
 
 
 def taken(case: str, batches: int, options: Options, machines: tuple[str, ...]) -> dict[Key, list[Epoch]] | Missing:
-    """The epochs of a case with both loaders, by turns.
+    """The epochs of a case with all loaders that can have it, by turns.
 
     Raises:
         PeerError: a process failed.
@@ -121,7 +121,8 @@ def table(document: dict[str, Any]) -> str:
         f"Seconds of an epoch of {settings['batches']} batches with {settings['workers']} workers on "
         f"{machine['cores']} cores, {rounds}, {machine['date'][:10]}."
     )
-    columns = [(f"{kind}, {where}", name) for where in MACHINES for kind in KINDS for name in LOADERS]
+    loaders = [name for name in LOADERS if any(figure["implementation"] == name for figure in figures)]
+    columns = [(f"{kind}, {where}", name) for where in MACHINES for kind in KINDS for name in loaders]
     rows = [["library", "way", *(f"{metric}, {name}" for metric, name in columns), "same batches"]]
     for case in dict.fromkeys(figure["case"] for figure in figures):
         of_it = [harness.find(figures, case=case, implementation=name, metric=metric) for metric, name in columns]
@@ -130,13 +131,12 @@ def table(document: dict[str, Any]) -> str:
 
 
 def same_batches(figures: list[Figure], case: str) -> str:
-    """Whether both loaders gave the same batches in every epoch."""
-    sums: dict[str, list[Any]] = {name: [] for name in LOADERS}
+    """Whether all loaders gave the same batches in every epoch."""
+    sums: dict[str, list[Any]] = {}
     for figure in figures:
         if figure["case"] == case and "checksums" in figure:
-            sums[figure["implementation"]].append((figure["metric"], figure["checksums"]))
-    theirs, ours = (sums[name] for name in LOADERS)
-    return "-" if not theirs else "yes" if theirs == ours else "NO"
+            sums.setdefault(figure["implementation"], []).append((figure["metric"], figure["checksums"]))
+    return "-" if not sums else "yes" if all(found == sums["torch"] for found in sums.values()) else "NO"
 
 
 def main() -> None:
