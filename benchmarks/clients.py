@@ -5,8 +5,9 @@ loader does with the objects of a large package that the program has imported.
 Method: each library's case (`client_cases.py`) runs in three processes of its own: with torch's loader, and with
 rayloader's forks, both without Ray, and with its actors. They make the same dataset, and take epochs of it by turns,
 with fresh and with persistent workers. The first two rounds, in which Ray and the workers of both kinds start and
-import the library, are not counted. Every batch of each epoch must be the same with all, as a checksum shows. With --busy all is measured a second time while as many
-processes as there are cores do nothing but use them. Medians of the rounds.
+import the library, are not counted. Every batch of each epoch must be the same with all, as a checksum shows. With
+--busy all is measured a second time while as many processes as there are cores do nothing but use them. Medians of the
+rounds.
 Command: python benchmarks/clients.py --busy [--rounds N] [--workers N] [--cases torchvision,monai] [--quick]
 Needs the extra `clients`; a library that is not installed is left out.
 Results: benchmarks/results/clients.json, and the table in docs/clients.md; those of --quick and of single cases go to a
