@@ -595,3 +595,16 @@ def test_warnings_of_others_name_the_programs_line(tmp_path):
     if not torch.accelerator.is_available():
         assert [line for line in told if "pin_memory" in line and line.startswith(f"{program}:4: UserWarning")]
     assert [line for line in told if "disliked" in line] == [f"{program}:4: RuntimeWarning: forks are disliked"]
+
+
+def test_a_warning_of_a_fork_that_is_an_error_ends_no_epoch():
+    """As with torch's workers: Python ignores errors of whoever is told of a fork."""
+    program = (
+        "import os, warnings\n"
+        "from rayloader import DataLoader\n"
+        "os.register_at_fork(before=lambda: warnings.warn('forks are disliked', RuntimeWarning))\n"
+        "warnings.simplefilter('error', RuntimeWarning)\n"
+        "print([batch.tolist() for batch in DataLoader(range(4), 2, num_workers=2)])\n"
+    )
+    done = programs.run(program)
+    assert (done.returncode, done.stdout) == (0, "[[0, 1], [2, 3]]\n"), done.stderr
