@@ -185,6 +185,15 @@ def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped(monkeypatch
     assert [batches + taken(iterator)] == torchs("map-style", prefetch_factor=2)
 
 
+def test_persistent_workers_over_a_dataset_with_a_state_build_what_torchs_would_have_built():
+    def after_a_break(torchs):
+        loader = load(Drawing(), torchs=torchs, persistent_workers=True)
+        begun = [batch.tolist() for _, batch in zip(range(3), loader, strict=False)]
+        return begun, taken(loader)
+
+    assert after_a_break(torchs=False) == after_a_break(torchs=True)
+
+
 class Killing(Drawing):
     """One sample ends its process in some way."""
 
