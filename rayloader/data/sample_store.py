@@ -36,13 +36,13 @@ import mmap
 import os
 import random
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rayloader.data import plain_samples
+from rayloader.interrupts import new_lock
 from rayloader.observe.stats import CacheStats
 from rayloader.transport import codec
 from rayloader.transport.memory_file import available, map_private
@@ -402,13 +402,13 @@ class _Lock:
     _own = -1  # for `__del__`, if the constructor was interrupted
 
     def __init__(self, fd: int) -> None:
-        self.pid, self._mutex = os.getpid(), threading.Lock()
+        self.pid, self._mutex = os.getpid(), new_lock(reentrant=False)
         self.slot: int | None = None
         self._own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a fork shares the locks of its parent's
 
     def alone(self, work: Callable[[], _T]) -> _T:
         """Does it under the lock, which is free afterwards, whatever interrupts; see NOTE [Publishing]."""
-        with self._mutex:  # entered and left in C
+        with self._mutex:
             try:
                 fcntl.flock(self._own, fcntl.LOCK_EX)
                 return work()

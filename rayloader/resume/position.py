@@ -12,7 +12,6 @@ import itertools
 import math
 import operator
 import pickle
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 
 from rayloader import fetching
 from rayloader.errors import StateError
+from rayloader.interrupts import new_lock
 from rayloader.random.generators import note_modules
 from rayloader.resume.drawn import Drawn, drawn
 from rayloader.resume.journal import Journal, may_be_stale
@@ -147,7 +147,7 @@ class Position:
     def __init__(
         self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool, epochs_begun: int = 0
     ) -> None:
-        self.lock = threading.RLock()  # taken and released in C: no interrupt comes in between, unlike with a Condition
+        self.lock = new_lock()
         self.handed: Any = None  # the `Task` whose batch the user was given last
         self.samplers = self._samplers_now = samplers
         self.base_seed = base_seed

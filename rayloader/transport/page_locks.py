@@ -24,11 +24,10 @@ import contextlib
 import logging
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
-from rayloader.interrupts import Bell, DaemonThread
+from rayloader.interrupts import Bell, DaemonThread, new_lock
 from rayloader.transport.device import Accelerator, AcceleratorError, Event
 
 logger = logging.getLogger("rayloader")
@@ -68,7 +67,7 @@ class PageLocks:
         self.accelerator = accelerator
         self._start = start
         self._blocks = blocks(nbytes)
-        self._lock = threading.Lock()  # while a block is being locked or unlocked
+        self._lock = new_lock(reentrant=False)  # while a block is being locked or unlocked
         self._locked: set[tuple[int, int]] = set()
         self._closed = False
         self._held: deque[tuple[Event, list[int]]] = deque()
@@ -177,7 +176,7 @@ class Unlocker:
     def forget(self) -> None:
         """To be called in a forked child: the arenas and the thread are its parent's."""
         self._bell = Bell()  # a batch has died, or there is another arena
-        self._lock = threading.RLock()  # a finalizer may come while its thread has it
+        self._lock = new_lock()  # a finalizer may come while its thread has it
         self._retired: list[Callable[[], bool]] = []  # `unlock` of each arena
         self._thread: DaemonThread | None = None
         self._has_warned = False
