@@ -136,7 +136,7 @@ def same_state(a: Any, b: Any) -> bool:
     if a is b or type(a) is not type(b):
         return a is b
     if isinstance(a, np.ndarray) and not a.dtype.hasobject:
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_state(value, b[key]) for key, value in a.items())
     if isinstance(a, (tuple, list)) and not _PLAIN.issuperset(map(type, (*a, *b))):
