@@ -268,6 +268,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._state: State | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
+        self._in_torchs_epoch = False  # torch's own workers have begun one, see `epoch/torchs.py`
         self._before: EarlierState | None = None  # of the last iterator, if its reader may be ahead of the program
         # The loader from which a framework has rebuilt this one; and whether such a rebuilt one was read since.
         self._source = source_of(num_workers, dataset)
@@ -377,6 +378,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     def _get_iterator(self) -> BaseIterator:
         if self.num_workers == 0:
             return self._get_local_iterator()
+        from rayloader.epoch import torchs
+
+        if torchs.lacking():
+            return torchs.torchs_iterator(self)
         from rayloader.epoch.iterator import EpochIterator
 
         # What the program has set since the loader was created takes effect at this `iter()`, as with torch.
@@ -392,7 +397,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         from rayloader.epoch.local import LocalIterator
 
         iterator = LocalIterator(self, self._state)
-        self._state, self._of_other_workers = None, False
+        self._state, self._of_other_workers, self._in_torchs_epoch = None, False, False
         self._position, self._last_iterator = iterator.position, None
         return iterator
 
@@ -533,6 +538,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         """The position after the last batch that was drawn from this loader."""
         if self._state is not None:
             return checkpoint.still(self, self._state)
+        if self._in_torchs_epoch:
+            from rayloader.epoch.torchs import no_place
+
+            raise no_place("can't be saved")
         iterator = self.live_iterator
         if iterator is not None:
             iterator.tell_positions()
@@ -571,7 +580,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         else:
             self._state = checkpoint.load(self, State.load(state_dict)) if state_dict != {} else None
         self._iterator = self._before = None
-        self._read_anew = False
+        self._read_anew = self._in_torchs_epoch = False
 
     def batch_at(
         self,
@@ -625,6 +634,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             "_before": None,
             "_source": no_loader,
             "_read_anew": False,
+            "_in_torchs_epoch": False,
         }
         if self.provenance is not None:  # where this process means it to be
             own["provenance"] = os.path.join(os.getcwd(), os.fspath(self.provenance))
@@ -653,6 +663,9 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
     """
     num_workers = checked_num_workers(num_workers)
     check_remote_args(ray_remote_args)
+    from rayloader.epoch.torchs import check_means
+
+    check_means("rayloader.init()")
     from rayloader.actors import pool
 
     pool.init(num_workers, dict(ray_remote_args or {}), ray_options)

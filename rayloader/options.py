@@ -10,7 +10,6 @@ import functools
 import multiprocessing
 import operator
 import os
-import sys
 import warnings
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -242,13 +241,7 @@ def _needs_actors(loader: Any) -> bool:
 
 
 def check_forks(workers: Workers) -> None:
-    """Checks that workers can be forks; warns once if the program has asked `multiprocessing` for other processes.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if sys.platform != "linux":
-        raise ValueError('workers can be forks only on Linux; use workers="ray", which starts Ray, or num_workers=0')
+    """Warns once if the program has asked `multiprocessing` for other processes than forks."""
     method = multiprocessing.get_start_method(allow_none=True)
     if workers == "auto" and method not in (None, "fork", multiprocessing.get_all_start_methods()[0]):
         _warn_of_forks(method)

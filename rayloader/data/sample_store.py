@@ -30,12 +30,12 @@ share these counts, and the header lists the runs whose samples were chosen.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import mmap
 import os
 import random
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,6 +47,9 @@ from rayloader.observe.stats import CacheStats
 from rayloader.transport import codec
 from rayloader.transport.memory_file import available, map_private
 from rayloader.transport.raw import new_memory
+
+if sys.platform != "win32":  # where no store can be opened
+    import fcntl
 
 FORMAT = 0x7261_796C_6F61_6403  # of the file, with its version in the last byte
 ABSENT = object()  # instead of a sample

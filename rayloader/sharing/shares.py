@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from rayloader._compat import pinning_of
 from rayloader.data.shard_info import ranks_told
 from rayloader.epoch.to_device import pinned
+from rayloader.epoch.torchs import check_means
 from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.loader import DataLoader
 from rayloader.options import PREFETCH_BYTES, check_name, check_remote_args, is_whole
@@ -83,6 +84,7 @@ def share(
     if name is not None:
         check_name(name)
     check_remote_args(ray_remote_args)
+    check_means("share()")
     from rayloader.sharing import link
     from rayloader.sharing.messages import Terms
 
@@ -106,6 +108,7 @@ def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
         ValueError: the share has fewer consumers.
     """
     check_name(name)
+    check_means("shared()")
     from rayloader.sharing import link
 
     return Consumer(link.find(name, timeout), name, rank)

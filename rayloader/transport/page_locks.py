@@ -246,4 +246,5 @@ class Unlocker:
 
 unlocker = Unlocker()
 atexit.register(unlocker.end)
-os.register_at_fork(after_in_child=unlocker.forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=unlocker.forget)

@@ -71,6 +71,12 @@ def filled(dtype, size, stride=None, offset=0):
     return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), offset, size, stride)
 
 
+def chars():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy 2.5 advises against them
+        return np.char.array(["a", "bc"])
+
+
 # Tensors
 
 
@@ -1283,12 +1289,6 @@ def compare(got, want):
         compare(vars(got), vars(want))
     else:
         assert got == want
-
-
-def chars():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy 2.5 advises against them
-        return np.char.array(["a", "bc"])
 
 
 def walk(obj):

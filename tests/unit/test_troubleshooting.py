@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.utils.data import IterableDataset
 import rayloader
 from documents import ROOT
 from rayloader import DataLoader, SharedList
-from rayloader.options import check_forks
 from rayloader.transport import local_line
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -160,12 +158,6 @@ def refused() -> None:
     raise OSError("no more processes")
 
 
-def elsewhere() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "platform", "darwin")
-        check_forks("auto")
-
-
 def with_references() -> None:
     from rayloader.workers.forks import ForkCalls
 
@@ -220,7 +212,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "this process could not be forked": unforked,
     "can't make a local socket": unpaired,
     "the sampler yields references": with_references,
-    "workers can be forks only": elsewhere,
     "SharedList index": lambda: SharedList("ab")[2],
     "cached() needs": lambda: rayloader.cached(object()),
     "max_bytes must": lambda: rayloader.cached([1], "much"),
@@ -460,6 +451,13 @@ TESTS = {
     },
     "unit/test_metrics.py": {
         "test_where_ray_refuses_that_is_said_once_and_no_more_is_told": ["rayloader: Ray has refused"],
+    },
+    "integration/test_without_linux.py": {
+        "test_a_program_loads_with_torchs_own_workers": [
+            "rayloader's own workers can't be had here",
+            "... needs rayloader's own workers, which can't be had here",
+            "the middle of an epoch ... with torch's own workers",
+        ],
     },
     "unit/test_ray_use.py": {
         "test_a_start_method_of_the_program_gives_forks_and_one_warning": ["multiprocessing.set_start_method("],
