@@ -261,7 +261,13 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         prefetch_to_device: int | None = None,
         skip_steps: Given = None,
         provenance: str | os.PathLike[str] | None = None,
+        **of_newer_torch: Any,
     ) -> None:
+        if of_newer_torch.get("worker_method") == "thread":
+            raise ValueError(
+                "worker_method='thread' asks for workers that are threads, and rayloader's are processes; leave it "
+                "out, or use torch's own loader"
+            )
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
         self._position: Any = None  # of the last iterator
@@ -321,6 +327,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
             in_order=in_order,
+            **of_newer_torch,
         )
         if isinstance(self.batch_sampler, Shard):
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for a sampler whose epoch they set

@@ -198,6 +198,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "... must be a whole number >= 0": lambda: DataLoader(range(4), max_skipped=-1),
     "device must be a name": lambda: DataLoader(range(4), device=0),
     "device must name one": lambda: DataLoader(range(4), device="gpu"),
+    "worker_method='thread' asks": lambda: DataLoader(range(4), worker_method="thread"),
     "prefetch_to_device must be": lambda: DataLoader(range(4), prefetch_to_device=0),
     "prefetch_to_device needs": lambda: DataLoader(range(4), prefetch_to_device=2),
     "share() takes a loader without": lambda: rayloader.share(DataLoader(range(4), device="cpu"), consumers=1),
