@@ -121,7 +121,7 @@ def test_a_thread_that_was_given_up_in_time_never_begins():
 
 
 def test_a_thread_that_cannot_be_started_says_so_and_may_be_started_later(monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("can't start new thread")
 
     done = []

@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import socket
 import sqlite3
+import sys
 import tarfile
 import tempfile
 import threading
@@ -53,7 +54,10 @@ def held(tmp_path):
             "text": ("", stack.enter_context(path.open())),
             "closed": ("", closed),
             "written": ("", stack.enter_context(path.open("a"))),
-            "gzip": (".myfileobj", stack.enter_context(gzip.open(tmp_path / "lines.gz"))),
+            "gzip": (
+                ".myfileobj" if sys.version_info < (3, 12) else ".fileobj",
+                stack.enter_context(gzip.open(tmp_path / "lines.gz")),
+            ),
             "zip": (".fp", stack.enter_context(zipfile.ZipFile(tmp_path / "lines.zip"))),
             "tar": (".fileobj", stack.enter_context(tarfile.open(tmp_path / "lines.tar"))),
             "npz": (".zip.fp", stack.enter_context(np.load(tmp_path / "data.npz"))),
