@@ -6,6 +6,7 @@ imports Ray.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import weakref
@@ -650,6 +651,18 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._sign_num_workers()
+
+
+def _tell_parameters(function: Any) -> None:
+    """Shows the keywords of a newer torch by their names: frameworks rebuild a loader from what its signature names."""
+    own, torchs = (inspect.signature(one).parameters for one in (function, TorchDataLoader.__init__))
+    named = [one for one in own.values() if one.kind is not one.VAR_KEYWORD]
+    newer = [one.replace(kind=one.KEYWORD_ONLY) for name, one in torchs.items() if name not in own]
+    newer = [one for one in newer if torchs[one.name].kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    function.__signature__ = inspect.Signature([*named, *newer])
+
+
+_tell_parameters(DataLoader.__init__)
 
 
 def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None, **ray_options: Any) -> None:

@@ -1,5 +1,6 @@
 """The codec: what goes in comes out, through real copies of the buffers, writable and without waste."""
 
+import atexit
 import collections
 import dataclasses
 import functools
@@ -1173,6 +1174,10 @@ def iter_nothing():
     return (i for i in ())
 
 
+DATABASE = sqlite3.connect(":memory:")
+atexit.register(DATABASE.close)
+
+
 def culprits():
     stream = iter_nothing()
     cyclic = Holder(stream=stream)
@@ -1181,7 +1186,7 @@ def culprits():
         "dataset.stream: builtins.generator": Holder(a=torch.ones(2), stream=stream),
         "dataset.inner['x'][1].stream: builtins.generator": Holder(inner={"x": [1, Holder(stream=stream)]}),
         "dataset.open: builtins.generator": Drops(dropped=iter_nothing(), open=stream),
-        "dataset.db: sqlite3.Connection": Holder(db=sqlite3.connect(":memory:")),
+        "dataset.db: sqlite3.Connection": Holder(db=DATABASE),
         "dataset.g: builtins.generator": Holder(g=(i for i in ())),
         "dataset.file: _io.BufferedWriter": Holder(file=io.BufferedWriter(io.BytesIO())),
         "dataset.n: multiprocessing.sharedctypes.Synchronized": Holder(n=multiprocessing.Value("i")),

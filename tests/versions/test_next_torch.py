@@ -75,7 +75,7 @@ for kind in rayloader.DataLoader, rayloader.DataLoader[int], rayloader.DataLoade
 
 
 KEYWORDS = """
-import sys
+import inspect, sys
 import torch.utils.data as data
 
 init = data.DataLoader.__init__
@@ -97,6 +97,7 @@ def message(kind, **named):
 
 loader = rayloader.DataLoader(range(4), num_workers=int(sys.argv[1]), worker_method="process")
 assert loader.worker_method == "process"
+assert "worker_method" in inspect.signature(rayloader.DataLoader).parameters
 assert [int(batch) for batch in loader] == [0, 1, 2, 3]
 for named in {"worker_method": "x"}, {"unknown": 1}:
     assert message(rayloader.DataLoader, **named) == message(data.DataLoader, **named) != None, named
