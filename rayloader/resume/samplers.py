@@ -124,7 +124,7 @@ class Start(NamedTuple):
 _NO_STATE = OwnState()
 
 
-class Planned(Sampler[Any]):
+class Planned(Sampler):  # type: ignore[type-arg]  # whose parameters are torch's affair
     """A sampler whose order is a function of its arguments and its epoch, and is known as a whole; see plans/plan.py.
 
     It has `set_epoch`, and holds no random generator. The order may depend on the number of ranks, and its length is a
