@@ -33,10 +33,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rayloader.data.fingerprint import parts_of
 from rayloader.errors import RayloaderError
 from rayloader.observe.recorder import Tally
-from rayloader.replay.provenance import BEGIN, KEY, SCHEMA, Log, complete, read
+from rayloader.replay.provenance import BEGIN, KEY, SCHEMA, Log, end_of, read
 from rayloader.resume import checkpoint
 from rayloader.resume.position import Position
 from rayloader.resume.ranks import trains_in_a_group
@@ -176,7 +175,7 @@ def opened(loader: Any) -> Rows:
         status = os.fstat(descriptor)
         if (file := _files.get((status.st_dev, status.st_ino))) is None:
             _lock(descriptor, path)
-            if (end := complete(path).size) < status.st_size:
+            if (end := end_of(path)) < status.st_size:
                 os.ftruncate(descriptor, end)  # cuts an incomplete last message off
             _files[status.st_dev, status.st_ino] = file = LogFile(path, descriptor, end)
             descriptor = -1
@@ -251,7 +250,6 @@ class Rows:
             "began": time.time(),
             "error": error,
             "versions": VERSIONS,
-            "parts": parts_of(loader),
         }
         message = _message([], {**begin, **_as_json(state)})
         with self._file.lock:

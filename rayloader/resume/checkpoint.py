@@ -21,7 +21,7 @@ from rayloader.random.generators import located, unknown_modules
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import Found, follow, in_words, search
 from rayloader.resume.position import Checksums, Position
-from rayloader.resume.ranks import Stage, in_batches, order_of, share, trains_in_a_group
+from rayloader.resume.ranks import Stage, in_batches, order_of, share
 from rayloader.resume.samplers import RANK, Samplers
 from rayloader.resume.skips import SkipSteps, Step
 from rayloader.resume.snapshot import WorkerState, load_state, told_by
@@ -96,9 +96,8 @@ def read_skips(loader: Any, position: Position, instead: SkipSteps | None = None
     """Reads the loader's `skip_steps`, or has others `instead`, for an epoch that begins or is resumed."""
     if instead is not None:
         position.skips = instead
-        return
-    several = trains_in_a_group() or ranks_in(loader, position.samplers) is not None
-    position.read_skips(loader.skip_steps, is_one_of_several=several)
+    else:
+        position.read_skips(loader.skip_steps)
 
 
 def still(loader: Any, state: State) -> dict[str, Any]:

@@ -249,10 +249,10 @@ class Position:
         """Whether the user already has this task's batch."""
         return task_id in self._ahead
 
-    def read_skips(self, given: Given, *, is_one_of_several: bool) -> None:
+    def read_skips(self, given: Given) -> None:
         """Reads the loader's `skip_steps`, in an epoch of which nothing was drawn since it was begun or resumed."""
         at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
-        self.skips = SkipSteps(given, self.skips.steps, at, follows=not is_one_of_several)
+        self.skips = SkipSteps(given, self.skips.steps, at)
 
     def step_of(self, task_id: int) -> int:
         """The number of the next task's step, or of the last one's.

@@ -80,7 +80,6 @@ def use_log(path: Path) -> None:
     """All that the commands and `batch_at` read of it."""
     log = read(path)
     found = compare.described_log(log)
-    compare.log_in_words(found)
     json.dumps(found)
     for one in map(log.of_loader, log.loaders):
         compare.compared(one, one)
@@ -196,8 +195,7 @@ def state_cases() -> Callable[[random.Random], None]:
     def case(rng: random.Random) -> None:
         name = rng.choice([*saved])
         state = damage_state(saved[name], rng)
-        describe.in_words(described := describe.described(State.load(state)))
-        json.dumps(described)
+        json.dumps(describe.described(State.load(state)))
         loader = makers[name]()
         loader.load_state_dict(state)
         for count, _ in enumerate(loader):

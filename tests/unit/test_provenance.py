@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas
@@ -26,8 +25,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 import rayloader
 from rayloader import DataLoader, RayloaderError
-from rayloader.data import fingerprint
-from rayloader.data.fingerprint import parts_of
 from rayloader.replay import log_writer, provenance
 from rayloader.replay.provenance import OUTCOMES, read
 from rayloader.task import Outcome
@@ -386,9 +383,7 @@ def test_a_row_that_no_run_writes_is_damage(tmp_path, monkeypatch, name):
         read(tmp_path / "log")
 
 
-@pytest.mark.parametrize(
-    "value", [{"epoch": "1"}, {"versions": [1]}, {"parts": {"a": 1}}, {"loader": 3}, {"saved": "x"}]
-)
+@pytest.mark.parametrize("value", [{"epoch": "1"}, {"versions": [1]}, {"loader": 3}, {"saved": "x"}])
 def test_a_start_that_no_run_writes_is_damage(tmp_path, monkeypatch, value):
     real = log_writer._message
     monkeypatch.setattr(log_writer, "_message", lambda rows, told, *rest: real(rows, {**told, **value}, *rest))
@@ -733,98 +728,3 @@ def test_without_pyarrow_the_remedy_is_said(tmp_path, monkeypatch):
         monkeypatch.delattr(rayloader.replay, name)
     with pytest.raises(ImportError, match=r"provenance= needs pyarrow: pip install rayloader\[arrow\]"):
         iter(DataLoader(Squares(), provenance=tmp_path / "log"))
-
-
-# ---- the parts
-
-
-class Scaled(Squares):
-    def __init__(self, factor=1, transform=None, **attributes):
-        super().__init__()
-        self.factor, self.transform = factor, transform
-        vars(self).update(attributes)
-
-
-class Within(Dataset):
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        return self.dataset[index]
-
-
-def changed(before, after, **options):
-    """The names of the parts that differ."""
-    one, two = (parts_of(DataLoader(dataset, 2, **options)) for dataset in (before, after))
-    return sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
-
-
-def test_a_changed_part_is_named(tmp_path):
-    assert changed(Scaled(), Scaled()) == []
-    assert changed(Scaled(), Scaled(factor=2)) == ["dataset.factor"]
-    assert changed(Scaled(transform=as_floats), Scaled(transform=list)) == ["dataset.transform"]
-    assert changed(Within(Scaled(1)), Within(Scaled(2))) == ["dataset.dataset.factor"]
-    assert "dataset" in changed(Scaled(), Squares())
-    one = parts_of(DataLoader(Scaled(), 2))
-    assert parts_of(DataLoader(Scaled(), 2, collate_fn=as_floats)).items() ^ one.items() == {
-        ("collate_fn", value["collate_fn"]) for value in (one, parts_of(DataLoader(Scaled(), 2, collate_fn=as_floats)))
-    }
-
-
-def test_a_changed_file_is_named(tmp_path):
-    path = tmp_path / "data"
-    path.write_bytes(b"one")
-    before = parts_of(DataLoader(Scaled(root=str(path), many=[(path, 0)])))
-    path.write_bytes(b"two")
-    after = parts_of(DataLoader(Scaled(root=str(path), many=[(path, 0)])))
-    assert sorted(name for name in before if before[name] != after[name]) == [
-        "dataset.many: files",
-        "dataset.root: files",
-    ]
-
-
-def test_large_attributes_are_sampled(monkeypatch):
-    read_bytes = []
-    sha = fingerprint.hashlib.sha256
-
-    class Counting:
-        def __init__(self, content=b""):
-            self.hash = sha(content)
-            read_bytes.append(len(content))
-
-        def update(self, content):
-            read_bytes.append(len(content))
-            self.hash.update(content)
-
-        def __getattr__(self, name):
-            return getattr(self.hash, name)
-
-    large: dict[str, Any] = {
-        "array": np.zeros((1000, 1000)),
-        "tensor": torch.zeros(100, 3, 50, 50),
-        "transposed": torch.zeros(1000, 1000).t(),
-        "names": [str(number) for number in range(100_000)],
-        "table": {number: str(number) for number in range(100_000)},
-        "text": "x" * 1_000_000,
-        "set": {*range(100_000)},
-    }
-    monkeypatch.setattr(fingerprint.hashlib, "sha256", Counting)
-    before = parts_of(DataLoader(Scaled(**large)))
-    assert sum(read_bytes) < 1_000_000
-    for name, value in large.items():
-        longer = {"names": lambda: [*large["names"], "y"], "table": lambda: {**large["table"], "y": 1}}
-        other = {"text": lambda: large["text"] + "y", "set": lambda: large["set"] | {-1}, **longer}
-        changed_value = other[name]() if name in other else value + 1
-        after = parts_of(DataLoader(Scaled(**{**large, name: changed_value})))
-        assert [key for key in before if before[key] != after[key]] == [f"dataset.{name}"]
-
-
-def test_what_cannot_be_seen_is_no_error():
-    class Hides:
-        def __reduce_ex__(self, protocol):
-            raise RuntimeError("no")
-
-    assert "dataset.hides" in parts_of(DataLoader(Scaled(hides=Hides(), lines=(i for i in ()))))
