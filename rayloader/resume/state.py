@@ -41,7 +41,7 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 14
+FORMAT, VERSION = "rayloader", 15
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 TAKEN = "_num_yielded"
@@ -103,14 +103,12 @@ class SamplerState(NamedTuple):
         attributes: as in `Moment`.
         progress: for each sampler, the attributes that had changed since a loader first had it.
         tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
-        asked: whether the loader had begun an epoch.
     """
 
     own: bytes | None
     attributes: tuple[dict[str, Any], ...]
     progress: tuple[tuple[str, ...], ...]
     tells: bool
-    asked: bool
 
 
 class LocalState(NamedTuple):

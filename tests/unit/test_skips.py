@@ -1,6 +1,5 @@
 """`skip_steps`: what it names, when it is read, and what comes too late."""
 
-
 import pytest
 
 from rayloader.resume.skips import AllBut, SkipSteps, steps_in

@@ -277,9 +277,6 @@ TESTS = {
         "test_of_a_text_or_a_fraction_that_differs_there_is_a_warning": ["the state was saved with"],
         "test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks": ["the sampler could not"],
     },
-    "integration/test_checkpoint_samplers.py": {
-        "test_a_sampler_that_keeps_more_than_a_state_holds_is_warned_of": ["the sampler (...) gives another order"],
-    },
     "integration/test_class.py": {
         "test_an_iterator_refuses_to_be_pickled_with_torchs_type_of_error": ["... cannot be pickled: an iterator"],
     },
@@ -379,7 +376,6 @@ TESTS = {
         "test_without_tqdm_the_error_names_the_extra": ["rayloader.progress needs"],
     },
     "integration/test_replicas.py": {
-        "test_arrays_that_share_memory_are_warned_of_once": ["rayloader: in the dataset"],
         "test_what_a_worker_cannot_open_is_told_below_the_error": ["The ... cannot be opened in the worker"],
         "test_a_function_that_travels_with_a_generator_of_its_module_is_warned_of": ["the workers have a copy"],
     },
