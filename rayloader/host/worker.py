@@ -27,7 +27,7 @@ from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_wor
 from rayloader.data.shard_info import Reader
 from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, collate_into
-from rayloader.observe.histogram import pack
+from rayloader.observe.spent import pack
 from rayloader.protocol import ENDS, Replica, Result, ResultKind, Setup, carried
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators

@@ -59,7 +59,7 @@ def state():
         num_workers=2,
         fits=Fits(4, False, "worker", "static", True, "map", 10, "RandomSampler", 2, 1),
         now=RandomState.capture([]),
-        sampler=SamplerState(OWN, ({"epoch": 3},), (("epoch",), ()), True, True),
+        sampler=SamplerState(OWN, ({"epoch": 3},), (("epoch",), ()), True),
         process=LocalState(RandomState.capture([]), OWN),
         position=SavedPlace(
             EpochBegin(1, None, 2, starts, stages),

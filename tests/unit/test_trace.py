@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rayloader import DataLoader, RayloaderError
-from rayloader.observe.histogram import Spent
+from rayloader.observe.spent import Spent
 from rayloader.observe.trace import Trace
 
 
