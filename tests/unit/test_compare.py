@@ -168,5 +168,5 @@ def test_a_log_is_described_in_plain_types():
     assert (first["first_step"], first["last_step"], first["steps"]) == (0, 2, 3)
     assert first["outcomes"] == {"batch": 2, "skipped": 1}
     assert (first["samples_skipped"], first["restarts"]) == (2, 1)
-    assert first["state"]["workers"]["num_workers"] == 2
+    assert first["state"]["num_workers"] == 2
     assert (second["first_step"], second["steps"], second["state"], second["error"]) == (None, 0, None, "why")

@@ -35,16 +35,17 @@ class Remembering(Dataset):
 
 
 def test_a_description_is_complete_and_of_plain_types():
-    found = described(saved(3, shuffle=True, skip_steps=[7, (2, 5)], digests=[10, 11]))
+    state = saved(3, shuffle=True, skip_steps=[7, (2, 5)], digests=[10, 11])
+    found = described(state)
     assert json.loads(json.dumps(found)) == found
-    assert found["position"].items() >= {"epoch": 0, "between_epochs": False, "next_step": 3, "taken": 3}.items()
-    assert found["loader"].items() >= {"batch_size": 4, "seeding": "worker", "dataset_length": 100}.items()
-    assert [sampler["name"] for sampler in found["samplers"]] == ["BatchSampler", "RandomSampler"]
-    assert found["workers"]["num_workers"] == 2
-    assert found["workers"]["each"][0]["rebuilds"] == {"1": "0000000a", "2": "0000000b"}
+    assert found.keys() > {*State._fields}
+    assert found["next"] == {"epoch": 0, "step": 3, "between_epochs": False}
+    assert found["fits"].items() >= {"batch_size": 4, "seeding": "worker", "dataset_length": 100}.items()
+    assert found["position"]["delivered"] == 3
+    assert len(found["position"]["workers"]) == found["num_workers"] == 2
     assert found["skip_steps"] == [[0, 7], [2, 5]]
     assert found["versions"].keys() >= {"python", "torch", "numpy"}
-    assert found["seeds"]["now"]["torch_seed"] == 1
+    assert found["now"]["torch"].startswith("5056 bytes, checksum ")
 
 
 # ---- what it continues on
@@ -133,16 +134,16 @@ def test_a_state_is_the_same_after_it_was_saved():
 
 
 @pytest.mark.parametrize(
-    ("options", "section", "name"),
+    ("options", "section"),
     [
-        ({"taken": 4}, "position", "next_step"),
-        ({"seed": 2}, "seeds", "base_seed"),
-        ({"batch_size": 5}, "loader", "batch_size"),
-        ({"dataset": range(99)}, "loader", "dataset_length"),
-        ({"num_workers": 3}, "workers", "num_workers"),
-        ({"digests": [1]}, "workers", "each"),
+        ({"taken": 4}, "position"),
+        ({"seed": 2}, "position"),
+        ({"batch_size": 5}, "fits"),
+        ({"dataset": range(99)}, "fits"),
+        ({"num_workers": 3}, "num_workers"),
+        ({"digests": [1]}, "position"),
+        ({"skip_steps": [3]}, "skip_steps"),
     ],
 )
-def test_states_that_differ_have_other_descriptions(options, section, name):
-    a, b = described(saved(shuffle=True)), described(saved(**{"shuffle": True, **options}))
-    assert a[section][name] != b[section][name]
+def test_states_that_differ_have_other_descriptions(options, section):
+    assert described(saved(shuffle=True))[section] != described(saved(**{"shuffle": True, **options}))[section]

@@ -56,7 +56,7 @@ def test_show_tells_what_a_state_is(run):
     write(saved(3, shuffle=True, skip_steps=[7]), "state.json")
     result = run("show", "state.json")
     assert result.exit_code == 0
-    assert "position epoch: 0, between_epochs: False, next_step: 3, taken: 3" in words(result.stdout)
+    assert "next epoch: 0, step: 3, between_epochs: False" in words(result.stdout)
     assert "skip_steps [[0; 7]]" in words(result.stdout)
     assert max(map(len, result.stdout.splitlines())) <= 80
 
@@ -82,7 +82,7 @@ def test_show_takes_a_key(run):
     assert words(result.stderr) == (
         "rayloader: checkpoint.pt holds 2 states; choose one by --key: loaders.train, loaders.val"
     )
-    assert "next_step: 2, taken: 2" in words(run("show", "checkpoint.pt", "--key", "loaders.val").stdout)
+    assert "epoch: 0, step: 2" in words(run("show", "checkpoint.pt", "--key", "loaders.val").stdout)
 
 
 def test_show_tells_what_a_log_is(run):
