@@ -22,7 +22,6 @@ from rayloader.errors import (
 )
 from rayloader.frameworks import Patch, patch
 from rayloader.loader import DataLoader, init, shutdown
-from rayloader.observe.progress_bar import progress
 from rayloader.observe.stats import CacheStats, LoaderStats
 from rayloader.sharing.shares import Consumer, SharedLoader, share, shared
 
@@ -58,7 +57,6 @@ __all__ = [
     "get_shard_info",
     "init",
     "patch",
-    "progress",
     "share",
     "shared",
     "shutdown",

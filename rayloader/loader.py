@@ -346,8 +346,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
                 finished = self._state is None and self._position is not None and self._position.finished
                 self._same_order.begins(self._index_sampler, finished=finished)
             reader = find_reader()
-            if reader is not None and self.skip_steps is not None:
-                reader.note_skips()
             self._before = None if reader is None else EarlierState()
             if self._before is None or reader is None:
                 return self._new_iterator()

@@ -28,13 +28,10 @@ first batch. Where the length is not known, Lightning may have drawn that batch 
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-
-from typing_extensions import override
 
 from rayloader._compat_lightning import ended_an_epoch, fetcher_classes, has_states, loop_classes, take_states
 from rayloader.errors import StateError
@@ -71,9 +68,6 @@ class FrameworkReader:
     def reads(self, iterator: ReadAhead) -> None:
         """It is given this iterator."""
 
-    def note_skips(self) -> None:
-        """The loader has `skip_steps`."""
-
     def begin(self, iterator: ReadAhead) -> None:
         """It is about to draw the first batch of this iterator."""
         iterator.begin()
@@ -100,17 +94,6 @@ class LightningReader(FrameworkReader):
     def drops_states(self) -> bool:
         """See NOTE [States that Lightning drops]."""
         return (loop := self._loop()) is not None and has_states(loop)
-
-    @override
-    def note_skips(self) -> None:
-        if self._loop() is not None:
-            warnings.warn(
-                "Lightning counts the batches of an epoch, and one that skip_steps makes shorter has no end for it: it "
-                "runs no validation there, saves no checkpoint that depends on it, and drops gradients that are "
-                "accumulated by then. Return None from training_step() for such a batch in place of skip_steps, or "
-                "leave all this to the program",
-                stacklevel=3,
-            )
 
     def reads(self, iterator: ReadAhead) -> None:
         """It is given this iterator, of one of its loaders."""

@@ -371,10 +371,6 @@ TESTS = {
         "test_one_trace_at_a_time": ["this loader is being traced"],
         "test_a_folder_that_is_missing_is_told_before_anything_is_loaded": ["there is no folder"],
     },
-    "unit/test_progress.py": {
-        "test_other_loaders_are_refused": ["progress() takes"],
-        "test_without_tqdm_the_error_names_the_extra": ["rayloader.progress needs"],
-    },
     "integration/test_replicas.py": {
         "test_what_a_worker_cannot_open_is_told_below_the_error": ["The ... cannot be opened in the worker"],
         "test_a_function_that_travels_with_a_generator_of_its_module_is_warned_of": ["the workers have a copy"],
@@ -488,7 +484,6 @@ TESTS = {
     },
     "unit/test_readers.py": {
         "test_a_state_that_lightning_loads_after_its_first_batch_is_refused": ["the checkpoint has a state"],
-        "test_lightning_is_told_what_skipped_steps_cost": ["Lightning counts"],
     },
     "unit/test_replica.py": {
         "test_a_missing_file_is_named": ["The dataset refers to"],
