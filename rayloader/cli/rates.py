@@ -22,8 +22,6 @@ LoaderKind = Literal["torch", "rayloader"]
 
 # A rate within this share of the best is good enough: more workers would gain too little.
 ENOUGH = 0.95
-# More workers are worth a try if the last doubling has brought at least this factor.
-GROWS = 1.10
 # A trainer that waits less than this has no use for more workers.
 LITTLE_WAIT = 0.02
 
@@ -123,9 +121,6 @@ def fastest(rates: Sequence[Rate]) -> tuple[int, str]:
         reason += ", the most of those tried"
     else:
         reason += f", {share:.0%} of the rate with {_workers(best.num_workers)}"
-    last, before = rates[-1], rates[-2] if len(rates) > 1 else rates[-1]
-    if chosen is last and len(rates) > 1 and last.batches >= GROWS * before.batches:
-        reason += f"; {before.batches:,.1f} with {_workers(before.num_workers)}, so more may be faster still"
     return chosen.num_workers, reason
 
 
