@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rayloader.cli import doctor, inspecting, rates, replaying
 from rayloader.cli.console import AsJson, err, fail, out, print_json
-from rayloader.cli.rates import LoaderKind, Measurer, Rate, Workload
+from rayloader.cli.rates import LoaderKind, Rate
 
 app = typer.Typer(
     name="rayloader",
@@ -21,7 +21,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 CORES = os.cpu_count() or 1
-_COLUMNS = "batches/s", "waits", "first batch"
 
 DatasetName = Annotated[
     str, typer.Argument(help="module:name of a dataset, or of a function that returns one", show_default=False)
@@ -67,14 +66,14 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Load a dataset with torch's loader and with rayloader, with more and more workers; say how many to use."""
-    step, workload = step_ms / 1000, Workload(dataset, batch_size, shuffle, collate_fn)
+    step = step_ms / 1000
+    options = {"batch_size": batch_size, "shuffle": shuffle or None, "collate_fn": collate_fn}
     measured: dict[LoaderKind, list[Rate]] = {"torch": [], "rayloader": []}
     try:
         for kind, found in measured.items():  # torch's first, whose workers are forks: Ray is not there yet
-            measurer = Measurer(kind, workload)
             for number in rates.numbers_of_workers(max_workers):
                 with err.status(f"{kind}, num_workers={number}"):
-                    found.append(measurer.measure(number, seconds, step))
+                    found.append(rates.measure(kind, dataset, number, seconds, step, **options))
     except rates.RateError as error:
         fail(error)
     own = measured["rayloader"]
@@ -83,12 +82,13 @@ def bench(
         told = {kind: [asdict(rate) for rate in found] for kind, found in measured.items()}
         print_json({**told, "num_workers": number, "reason": reason})
         return
-    table = Table("num_workers", *(f"{kind}, {what}" for kind in measured for what in _COLUMNS), "ratio")
+    columns = (f"{kind}, {what}" for kind in measured for what in ("batches/s", "waits" if step else "first batch"))
+    table = Table("num_workers", *columns, "ratio")
     for theirs, ours in zip(measured["torch"], own, strict=True):
         cells = [
             text
             for rate in (theirs, ours)
-            for text in (f"{rate.batches:,.1f}", f"{rate.wait_share:.1%}", f"{rate.first:.2f} s")
+            for text in (f"{rate.batches:,.1f}", f"{rate.wait_share:.1%}" if step else f"{rate.first:.2f} s")
         ]
         table.add_row(str(ours.num_workers), *cells, f"{ours.batches / theirs.batches:.2f}")
     out.print(table)

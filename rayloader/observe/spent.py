@@ -39,7 +39,8 @@ class Series:
         """It took so long once more."""
         self.count += 1
         self.total += seconds
-        self.longest = max(self.longest, seconds)
+        if seconds > self.longest:
+            self.longest = seconds
         self.recent.append(seconds)
 
     def merged(self, other: Series) -> Series:
