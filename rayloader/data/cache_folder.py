@@ -2,6 +2,8 @@
 
 Promise: what lies under the name that everybody can compute is looked at before any of it is read: a link, the file of
 another user and one that others may write to are errors. Folders and files that are made here are this user's alone.
+
+With `shared=True` others of a group may write to the file; so nothing in it is unpickled: see plain_samples.py.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 from rayloader.data.fingerprint import WithoutContent
 from rayloader.data.sample_store import SampleStore
 from rayloader.data.trusted import open_own
+from rayloader.errors import CacheError
 from rayloader.observe.stats import nbytes
 
 logger = logging.getLogger("rayloader")
@@ -30,6 +33,7 @@ class InFolder(WithoutContent):
         folder: in which each node has a file of its own.
         kind: the name of the dataset's class.
         identity: what the samples are, 32 bytes.
+        shared: others of a group may write to the file.
         run: a number that all copies have, in whatever process; None: a new one.
     """
 
@@ -39,12 +43,12 @@ class InFolder(WithoutContent):
     )
     _fd = -1
 
-    def __init__(self, folder: Path, kind: str, identity: bytes, run: int | None = None) -> None:
-        self._folder, self._kind, self._identity = folder, kind, identity
+    def __init__(self, folder: Path, kind: str, identity: bytes, shared: bool, run: int | None = None) -> None:
+        self._folder, self._kind, self._identity, self._shared = folder, kind, identity, shared
         self._run = run or secrets.randbits(62) + 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._folder, self._kind, self._identity, self._run)
+        return type(self), (self._folder, self._kind, self._identity, self._shared, self._run)
 
     def __str__(self) -> str:
         return f"in {self._folder}"
@@ -62,15 +66,16 @@ class InFolder(WithoutContent):
             ValueError: it is of another format, or of other samples.
             CacheError: another user could have put it there.
         """
-        for missing in reversed([one for one in (self._folder, *self._folder.parents) if not one.exists()]):
-            missing.mkdir(0o700, exist_ok=True)
+        if not self._shared:
+            _make(self._folder)
         kind = f"{re.sub(r'[^A-Za-z0-9_]', '_', self._kind)[:40]}-{count}"
         name, node = f"{self._identity.hex()[:32]}", f"{os.uname().nodename}.rayloader-cache"
         self._path = self._folder / f"{kind}-{name}-{node}"
-        self._fd = _opened(self._path)
+        self._fd = _opened(self._path, self._shared)
         shm = Path("/dev/shm")
         in_memory = shm.exists() and os.fstat(self._fd).st_dev == shm.stat().st_dev
-        store = SampleStore(self._fd, count, max_bytes, in_memory=in_memory, identity=self._identity, run=self._run)
+        options: dict[str, Any] = {"in_memory": in_memory, "identity": self._identity, "run": self._run}
+        store = SampleStore(self._fd, count, max_bytes, plain=self._shared, **options)
         if store.is_new:
             pattern = f"{kind}-{'?' * len(name)}-{glob.escape(node)}"
             _tell_of_older(sorted(path for path in self._folder.glob(pattern) if path != self._path))
@@ -82,14 +87,26 @@ class InFolder(WithoutContent):
             self._fd = -1
 
 
-def _opened(path: Path) -> int:
+def _make(folder: Path) -> None:
+    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        missing.mkdir(0o700, exist_ok=True)
+
+
+def _opened(path: Path, shared: bool) -> int:
     """Opens a file, which is made if there is none."""
     while True:
-        with contextlib.suppress(FileNotFoundError):
-            return open_own(path, os.O_RDWR)
+        try:
+            return open_own(path, os.O_RDWR, shared=shared)
+        except FileNotFoundError:
+            if shared and not path.parent.exists():
+                raise CacheError(
+                    f"shared=True needs a folder to which the group can write, and there is no {path.parent}; make it, "
+                    "for instance by mkdir -m 2770"
+                ) from None
         with contextlib.suppress(FileExistsError):  # another process is faster
-            fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            os.fchmod(fd, 0o600)  # whatever the umask is
+            mode = 0o660 if shared else 0o600
+            fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode, shared=shared)
+            os.fchmod(fd, mode)  # whatever the umask is
             return fd
 
 

@@ -14,6 +14,7 @@ the name of the file says of what its samples are: see cache_folder.py and finge
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import operator
 import os
@@ -79,6 +80,7 @@ def cached(
     where: str | os.PathLike[str] = "memory",
     *,
     fingerprint: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    shared: bool = False,
 ) -> CachedDataset[_T]:
     """The same dataset, of which each sample is built once per node, and then read.
 
@@ -105,12 +107,17 @@ def cached(
             classes and functions, which always count: the paths of the files that they are built from, or one
             `pathlib.Path`, of which size and time of modification count. Or a text that stands for everything: samples
             of another one are not used.
+        shared: for a folder: other users of a group may write to it, whose programs use the same samples. These must be
+            tensors, arrays, texts, bytes and numbers, in dicts, lists and tuples, which reading never unpickles: who
+            may write to the folder can give other samples, but run no code. Otherwise the file is of this user alone,
+            and one that others could have written is an error.
 
     Raises:
         TypeError: it is not a map-style dataset, or can't be described for a folder.
         ValueError: a value of an argument.
         CacheError: there is no room for the cache's own tables, or others could have written its file. From
-            `__getitem__`: a sample draws from a random generator, or differs when it is built again.
+            `__getitem__`: a sample draws from a random generator, differs when it is built again, or is not for
+            `shared`.
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
@@ -120,10 +127,13 @@ def cached(
     count, limit = len(dataset), _bytes_of(max_bytes)
     if where != "memory":
         identity = fingerprint_of(dataset, fingerprint)
-        place = InFolder(Path(where).absolute(), type(dataset).__name__, identity)
+        if shared:  # records differ
+            identity = hashlib.sha256(identity + b"shared").digest()
+        place = InFolder(Path(where).absolute(), type(dataset).__name__, identity, shared)
         return CachedDataset(dataset, place, count, limit)
-    if fingerprint is not None:
-        raise ValueError("fingerprint= is of a folder: a cache in memory ends with the program; leave it out")
+    if fingerprint is not None or shared:
+        name = "fingerprint=" if fingerprint is not None else "shared="
+        raise ValueError(f"{name} is of a folder: a cache in memory ends with the program; leave it out")
     try:
         file = MemoryFile(f"cache-{secrets.token_hex(8)}", size_of(count, limit))
     except MemoryFileError as error:

@@ -38,10 +38,11 @@ import random
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rayloader.data import plain_samples
 from rayloader.observe.stats import CacheStats
 from rayloader.transport import codec
 from rayloader.transport.memory_file import available, map_private
@@ -111,6 +112,7 @@ class SampleStore:
         in_memory: the file takes memory, of which some must remain.
         identity: for a file in a folder, what the samples are of, 32 bytes.
         run: for a file in a folder: a number that objects of the same cache share, also in other processes.
+        plain: what is in the file is not unpickled, because others may write to it.
 
     Attributes:
         is_new: this object has begun the file.
@@ -129,8 +131,9 @@ class SampleStore:
         in_memory: bool,
         identity: bytes | None = None,
         run: int = 0,
+        plain: bool = False,
     ) -> None:
-        self._fd, self._count, self._in_memory = fd, count, in_memory
+        self._fd, self._count, self._in_memory, self._plain = fd, count, in_memory, plain
         self._lock = _Lock(fd)
 
         def begin() -> None:
@@ -233,7 +236,8 @@ class SampleStore:
             start = _aligned(start)
             buffers.append(view[start : start + size])
             start += size
-        sample = codec.decode(view[_RECORD.size + 8 * count : _RECORD.size + 8 * count + skeleton], buffers)
+        decode = plain_samples.decode if self._plain else codec.decode
+        sample = decode(view[_RECORD.size + 8 * count : _RECORD.size + 8 * count + skeleton], buffers)
         if (slot := self._lock.slot) is None:
             slot = self._alone(self._take_slot)
         self._hits[slot] += 1
@@ -250,8 +254,14 @@ class SampleStore:
 
     def as_read(self, sample: Any) -> Any:
         """A sample as it would be read: objects may differ from those that were pickled, though they are equal."""
+        skeleton, buffers = self._encoded(sample)
+        return (plain_samples.decode if self._plain else codec.decode)(skeleton, buffers)
+
+    def _encoded(self, sample: Any) -> tuple[bytes, Sequence[memoryview]]:
+        if self._plain:
+            return plain_samples.encode(sample)
         encoded = codec.encode(sample, known_classes=True)
-        return codec.decode(encoded.skeleton, encoded.buffers)
+        return encoded.skeleton, encoded.buffers
 
     def _reaches(self, end: int) -> bool:
         """Whether the file is so long; another process may have made it longer."""
@@ -293,9 +303,9 @@ class SampleStore:
             Whether this is the first one that finds no room.
 
         Raises:
-            Exception: it can't be pickled.
+            Exception: it can't be pickled, or is not plain.
         """
-        skeleton, buffers = codec.encode(sample, known_classes=True)[:2]
+        skeleton, buffers = self._encoded(sample)
         sizes = [buffer.nbytes for buffer in buffers]
         parts: list[bytes | memoryview] = [struct.pack(f"<{len(sizes)}Q", *sizes) + skeleton]
         nbytes = _RECORD.size + len(parts[0])

@@ -1,4 +1,4 @@
-"""Files of caches, which are used only if nobody but this user can have written them.
+"""Files of caches, which are used only if nobody but this user, or a group on purpose, can have written them.
 
 Promise: what is checked is the open file, so nobody can put another one in its place afterwards; use the descriptor,
 and not the path again. Without Ray; any thread and any process may call.
@@ -13,12 +13,14 @@ import stat
 from rayloader.errors import CacheError
 
 
-def open_own(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_own(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, shared: bool = False) -> int:
     """Opens a file that this user has written.
 
     Args:
         path: of the file.
         flags: of `os.open`.
+        mode: of a file that is made, with `os.O_CREAT` in `flags`.
+        shared: others of its group may write to it too.
 
     Returns:
         A descriptor of the caller's, which programs that are started do not inherit.
@@ -30,26 +32,26 @@ def open_own(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last one: whoever opens a pipe would wait for a writer
     try:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, flags, mode)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise _refusal(path, "is a symbolic link") from None
-    if what := _what_is_foreign(os.fstat(descriptor)):
+    if what := _what_is_foreign(os.fstat(descriptor), shared):
         os.close(descriptor)
         raise _refusal(path, what)
     return descriptor
 
 
-def _what_is_foreign(status: os.stat_result) -> str:
+def _what_is_foreign(status: os.stat_result, shared: bool) -> str:
     """Why others than this user may have written a file; empty if they cannot have."""
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
     if status.st_nlink > 1:  # none, if another process has put a newer one in its place
         return f"has {status.st_nlink} hard links instead of one"
-    if status.st_uid != (own := os.geteuid()):
+    if status.st_uid != (own := os.geteuid()) and not shared:
         return f"belongs to user {status.st_uid}, and this process to user {own}"
-    if status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+    if status.st_mode & (stat.S_IWOTH if shared else stat.S_IWOTH | stat.S_IWGRP):
         return f"may be written to by others, with mode {stat.S_IMODE(status.st_mode):o}"
     return ""
 
@@ -57,5 +59,6 @@ def _what_is_foreign(status: os.stat_result) -> str:
 def _refusal(path: str | os.PathLike[str], what: str) -> CacheError:
     return CacheError(
         f"the cache file {os.fspath(path)} {what}, so that it may hold what another user has put there; nothing of it "
-        "was read. Delete it, or name a folder to which only this user can write"
+        "was read. Delete it, or name a folder to which only this user can write; a group that shares a cache passes "
+        "shared=True to rayloader.cached"
     )

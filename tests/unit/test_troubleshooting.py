@@ -224,7 +224,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "SharedList index": lambda: SharedList("ab")[2],
     "cached() needs": lambda: rayloader.cached(object()),
     "max_bytes must": lambda: rayloader.cached([1], "much"),
-    "fingerprint= is of a folder": lambda: rayloader.cached([1], fingerprint="1"),
+    "... is of a folder": lambda: rayloader.cached([1], fingerprint="1"),
     "a cached dataset is asked": lambda: rayloader.cached([1])["a"],
     "index ... is out of range": lambda: rayloader.cached([1])[1],
     "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
@@ -571,6 +571,9 @@ TESTS = {
     },
     "unit/test_cache_folder.py": {
         "test_a_file_that_others_could_have_written_is_not_read": ["the cache file ..."],
+        "test_a_group_s_folder_must_be_there": ["shared=True needs a folder"],
+        "test_what_a_group_s_cache_can_t_hold_is_an_error": ["a cache with shared=True keeps"],
+        "test_damaged_records_are_an_error": ["a record of the cache is damaged"],
         "test_older_caches_of_the_dataset_are_told_when_another_one_is_made": ["rayloader: beside the new cache"],
     },
     "unit/test_cached.py": {
