@@ -74,6 +74,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         epoch=epoch,
         skip_steps=skips,
         stateful=stateful,
+        asked=True,
     )
     return state.pack(position.parts)
 
@@ -103,7 +104,7 @@ def still(loader: Any, state: State) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
     told = state.sampler
     loaded = None if state.process is None else state.process.dataset
-    program = _state(loader, Samplers(loader), state.num_workers, loaded=loaded, stateful=told.tells)
+    program = _state(loader, Samplers(loader), state.num_workers, loaded=loaded, stateful=told.tells, asked=told.asked)
     return state._replace(now=program.now, sampler=program.sampler, process=program.process).pack()
 
 
@@ -117,6 +118,7 @@ def _state(
     epoch: int = 0,
     skip_steps: tuple[Step, ...] = (),
     stateful: bool = False,
+    asked: bool = False,
 ) -> State:
     """The state of a loader at this place.
 
@@ -129,6 +131,7 @@ def _state(
         epoch: see `State`.
         skip_steps: see `State`.
         stateful: whether the sampler has a state.
+        asked: see `SamplerState`.
     """
     own = samplers.own_state()
     if own.error:
@@ -137,7 +140,7 @@ def _state(
         num_workers,
         _fits(loader, samplers),
         samplers.random(),
-        samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None)),
+        samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None), asked=asked),
         None if loader.num_workers else capture(loader, loaded),
         place,
         epoch=epoch,
@@ -177,6 +180,8 @@ def load(loader: Any, state: State | list[State]) -> State:
     except Exception:  # the user's own load_state_dict() may raise anything
         before.restore([])
         raise
+    if state.is_between_epochs and state.sampler.asked and not state.sampler.tells:
+        _warn_of_more(loader, samplers)
     return state
 
 
@@ -377,6 +382,18 @@ def _length(loader: Any) -> int | None:
         return None if loader._dataset_kind else len(loader.dataset)
     except TypeError:  # a map-style dataset need not have a length
         return None
+
+
+def _warn_of_more(loader: Any, samplers: Samplers) -> None:
+    """In the middle of an epoch a sampler that does not reproduce its draws is an error; here nothing is drawn."""
+    if samplers.keep_more(loader.dataset, [] if loader.num_workers else generators_of(loader)):
+        warnings.warn(
+            f"the sampler ({samplers.name}) gives another order each time that it is asked, with the same random "
+            "generators, numbers, texts and booleans: what else its order depends on (or what __slots__ hold) is not "
+            "in the state, so the next epoch may have another order than in the saved run; give the sampler "
+            "state_dict() and load_state_dict(), or set_epoch() by which it draws",
+            stacklevel=4,
+        )
 
 
 # ---- without workers: what does the work in this process

@@ -15,12 +15,15 @@ A state that was saved between two epochs changes nothing at `iter()`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 import operator
 import pickle
 import reprlib
 import sys
 import traceback
+import types
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -42,6 +45,7 @@ from rayloader.namespaces import functions_of, is_a, names_in, namespace_of
 from rayloader.random.generator_kinds import KINDS, distinct, suit
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
+from rayloader.resume.drawn import drawn
 from rayloader.resume.ranks import Shard, Stage, chain_of, in_batches, order_of, part_of, share
 from rayloader.resume.snapshot import dump_state, has_state
 from rayloader.resume.state import Moment, OwnState, SamplerState
@@ -62,6 +66,8 @@ RANK = ("num_replicas", "rank")
 _OF_RANK = (*RANK, "num_samples", "total_size")
 _DISTRIBUTED = (*RANK, "seed", "shuffle", "drop_last")
 _DATA = ("data_source", "dataset")  # names of the attributes for what samplers sample from
+_MOST_COPIED = 100_000  # how many objects a sampler may hold to be copied for this check
+_ASKED_FOR = 100  # how many batches of two orders are compared: few samples have the same order by chance
 _STOCK = {"torch", "rayloader", "typing", "abc", "collections", "builtins"}  # their classes have no state
 _END = object()
 _NO_STATE = OwnState()
@@ -290,17 +296,55 @@ class Samplers:
                     _refuse(sampler, name, simple[name], own[name])
         return both
 
+    def keep_more(self, dataset: Any, others: list[Any]) -> bool:
+        """Whether the user's samplers have state that neither a `Moment` nor their own state contains, and draw by it.
+
+        Iterates over copies of them twice from the same moment on. They share the dataset, which may be large. If a
+        sampler can't be copied or read, False.
+
+        Args:
+            dataset: that the samplers sample from.
+            others: generators that are restored together with the samplers' own.
+        """
+        if self._stateful is not None or not any(map(own_classes, self._chain)):
+            return False
+        shared = [dataset, *(getattr(sampler, name, None) for sampler in self._chain for name in _DATA)]
+        shared += [value for one in shared for value in attributes_of(one).values()]  # for instance a subset's dataset
+        given = types.SimpleNamespace(batch_size=self._batch_size, drop_last=self._drop_last)
+        before = RandomState.capture(followed := distinct([*self._generators, *others]))
+        try:
+            given._index_sampler, given.generator = copy.deepcopy(
+                (self.index_sampler, self._loaders_own), _Copied({id(one): one for one in shared})
+            )
+            copies = Samplers(given)
+            moment = copies.capture()
+            first = copies._draw()
+            before.restore(followed)
+            copies.move_to(moment)
+            return first != copies._draw()
+        except Exception:  # of the user's own code, which may raise anything
+            return False
+        finally:
+            before.restore(followed)
+
+    def _draw(self) -> int:
+        """A checksum of the first batches that the sampler yields."""
+        checksum = 0
+        for indices in itertools.islice(self.index_sampler, _ASKED_FOR):
+            checksum = drawn(indices, checksum).checksum
+        return checksum
+
     # ---- the own states of the user's samplers
 
     def is_stateful(self, iterator: Any) -> bool:
         """Whether the sampler, or its iterator, has a state_dict."""
         return has_state(iterator) or self._stateful is not None
 
-    def state(self, own: bytes | None, *, tells: bool) -> SamplerState:
+    def state(self, own: bytes | None, *, tells: bool, asked: bool) -> SamplerState:
         """The samplers, for a state; the last one as long as `are_of` says that nothing has changed since."""
         last = self._last_state
-        if last is None or (last.own, last.tells) != (own, tells):
-            self._last_state = last = SamplerState(own, self.attributes(), self.progress(), tells)
+        if last is None or (last.own, last.tells, last.asked) != (own, tells, asked):
+            self._last_state = last = SamplerState(own, self.attributes(), self.progress(), tells, asked)
         return last
 
     def own_state(self) -> OwnState:
@@ -410,6 +454,15 @@ def _refuse(sampler: Any, name: str, saved: Any, own: Any) -> None:
         + (", or load the list of all ranks' states" if name in RANK else "")
         + ", or, if the attribute says how far the sampler is, give it state_dict() and load_state_dict()"
     )
+
+
+class _Copied(dict[int, Any]):
+    """The memo of `copy.deepcopy`, with a limit on the number of objects."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        if len(self) >= _MOST_COPIED:
+            raise OverflowError("too many objects")
+        super().__setitem__(key, value)
 
 
 # ---- what is in a sampler; no code of the user's runs

@@ -103,12 +103,14 @@ class SamplerState(NamedTuple):
         attributes: as in `Moment`.
         progress: for each sampler, the attributes that had changed since a loader first had it.
         tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
+        asked: whether the loader had begun an epoch.
     """
 
     own: bytes | None
     attributes: tuple[dict[str, Any], ...]
     progress: tuple[tuple[str, ...], ...]
     tells: bool
+    asked: bool
 
 
 class LocalState(NamedTuple):
