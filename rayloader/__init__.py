@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rayloader.frameworks.patching import patch as patch
     from rayloader.host.shard_info import ShardInfo as ShardInfo
     from rayloader.host.shard_info import get_shard_info as get_shard_info
-    from rayloader.observe.progress_bar import progress as progress
     from rayloader.observe.stats import CacheStats as CacheStats
     from rayloader.observe.stats import LoaderStats as LoaderStats
     from rayloader.sharing.shares import Consumer as Consumer
@@ -53,7 +52,6 @@ _PARTS = {
     "cached": "data.cached",
     "get_shard_info": "host.shard_info",
     "patch": "frameworks.patching",
-    "progress": "observe.progress_bar",
     "share": "sharing.shares",
     "shared": "sharing.shares",
 }
@@ -86,7 +84,6 @@ __all__ = [
     "get_shard_info",
     "init",
     "patch",
-    "progress",
     "share",
     "shared",
     "shutdown",
