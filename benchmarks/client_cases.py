@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import io
+import multiprocessing
 import sys
 import tarfile
 import time
 import warnings
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,67 +23,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+import client_stores
+import client_training
 import peers
-
-BATCH_SIZE = 16
-SIDE = 64  # pixels of a picture
-EXTENT = 16  # voxels of a volume, in each direction
-IMPORT, PATCH = "import", "patch()"  # ways to rayloader: its class in place of torch's, or `rayloader.patch()`
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a loader is to be made of.
-
-    Attributes:
-        folder: for files; the pictures are in its folder "pictures".
-        count: samples of an epoch.
-        loader_class: torch's, or ours.
-        options: its arguments besides the batch size.
-    """
-
-    folder: Path
-    count: int
-    loader_class: Callable[..., Any]
-    options: dict[str, Any]
-
-    def load(self, dataset: Any, **options: Any) -> Any:
-        """A loader of the class."""
-        return self.loader_class(dataset, **{"batch_size": BATCH_SIZE, **self.options, **options})
-
-    @property
-    def pixels(self) -> np.ndarray[Any, Any]:
-        """Pictures in memory."""
-        return np.random.default_rng(0).integers(256, size=(self.count, SIDE, SIDE, 3), dtype=np.uint8)
-
-    @property
-    def volumes(self) -> np.ndarray[Any, Any]:
-        """Volumes in memory."""
-        return np.random.default_rng(0).random((self.count, 1, EXTENT, EXTENT, EXTENT), dtype=np.float32)
-
-
-def write_pictures(folder: Path, batches: int) -> None:
-    """Writes pictures for so many batches, in a folder for each of four classes."""
-    from PIL import Image
-
-    generator = np.random.default_rng(0)
-    for number in range(batches * BATCH_SIZE):
-        path = folder / "pictures" / f"class{number % 4}" / f"{number:05}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(256, size=(SIDE, SIDE, 3), dtype=np.uint8)).save(path)
-
-
-class Mapped(Dataset[Any]):
-    """What a function makes of each sample."""
-
-    def __init__(self, samples: Any, function: Callable[[Any], Any]) -> None:
-        self.samples, self.function = samples, function
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.function(self.samples[index])
+from client_jobs import BATCH_SIZE, PATCH, Case, Job, Mapped
 
 
 def torchvision(job: Job) -> Any:
@@ -272,19 +217,6 @@ class Cuts(Dataset[Any]):
         return {"ids": [cut.id for cut in cuts], "seconds": torch.tensor([cut.duration for cut in cuts])}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A library, and how its loader is made one of ours.
-
-    Attributes:
-        make: gives the loader.
-        way: `IMPORT` or `PATCH`.
-    """
-
-    make: Callable[[Job], Any]
-    way: str = IMPORT
-
-
 CASES = {
     "torchvision": Case(torchvision),
     "timm": Case(timm, PATCH),
@@ -301,6 +233,21 @@ CASES = {
     "webdataset": Case(webdataset, PATCH),
     "litdata": Case(litdata),
     "lhotse": Case(lhotse),
+    "lmdb": Case(client_stores.lmdb),
+    "h5py": Case(client_stores.h5py),
+    "xarray": Case(client_stores.xarray, needs=("zarr",)),
+    "tensorstore": Case(client_stores.tensorstore, needs=("zarr",)),
+    "duckdb": Case(client_stores.duckdb, needs=("polars",)),
+    "lance": Case(client_stores.lance, forks=False),
+    "mmengine": Case(client_training.mmengine, PATCH),
+    "trl": Case(client_training.trl, PATCH, needs=("peft",)),
+    "darts": Case(client_training.darts),
+    "torchgeo": Case(client_training.torchgeo),
+    "lightly": Case(client_training.lightly),
+    "megatron.energon": Case(client_training.energon, PATCH),
+    "opacus's loader": Case(client_training.opacus, PATCH),
+    "scdataset": Case(client_training.scdataset),
+    "scvi's loader": Case(client_training.scvi, PATCH),
 }
 
 
@@ -310,19 +257,23 @@ _NAMES = {False: "loader", True: "persistent_loader"}
 
 def make(name: str, case: str, folder: str, batches: int, workers: int) -> None:
     """Makes the loaders of a case, with fresh and with persistent workers."""
-    chosen, package = CASES[case], case.removesuffix("'s loader")
-    if importlib.util.find_spec(package) is None:
-        raise peers.Unavailable(f"{package} is not installed")
+    chosen = CASES[case]
+    for package in case.removesuffix("'s loader"), *chosen.needs:
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
+            raise peers.Unavailable(f"{package} is not installed")
     warnings.simplefilter("ignore")
     loader_class = torch.utils.data.DataLoader
-    if name == "rayloader":
+    if name != "torch":
         import rayloader
 
-        loader_class = rayloader.DataLoader
+        own = {"workers": "ray"} if name == "rayloader" else {}  # forks are what a program without Ray has
+        loader_class = functools.partial(rayloader.DataLoader, **own)
         if chosen.way == PATCH:
-            rayloader.patch()
+            rayloader.patch(**own)
     for persistent, its_name in _NAMES.items():
         options = {"num_workers": workers, "persistent_workers": persistent}
+        if not chosen.forks:
+            options["multiprocessing_context"] = "spawn"
         job = Job(Path(folder), batches * BATCH_SIZE, loader_class, options)
         vars(sys.modules["__main__"])[its_name] = chosen.make(job)
 
@@ -334,9 +285,9 @@ def epoch(name: str, persistent: bool, batches: int) -> tuple[float, int]:
     began = time.perf_counter()
     for batch in loader:
         taken.append(batch)
+        if name != "torch" and multiprocessing.active_children():  # torch's workers
+            raise peers.Unavailable("`patch()` does not reach its loader")
     seconds = time.perf_counter() - began
-    if name == "rayloader" and ("ray" not in sys.modules or not sys.modules["ray"].is_initialized()):
-        raise peers.Unavailable("`patch()` does not reach its loader")
     if len(taken) != batches:
         raise ValueError(f"{len(taken)} batches instead of {batches}")
     return seconds, checksum(taken)
@@ -349,7 +300,9 @@ def checksum(obj: Any, before: int = 0) -> int:
         return zlib.crc32(array.tobytes(), zlib.crc32(f"{array.shape}{array.dtype}".encode(), before))
     if hasattr(obj, "to_dict"):  # a batch of PyG's, or a tensorclass
         obj = obj.to_dict()
-    if isinstance(obj, dict):
+    elif dataclasses.is_dataclass(obj):
+        obj = {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
+    if isinstance(obj, Mapping):
         obj = [part for key in sorted(obj, key=str) for part in (key, obj[key])]
     if isinstance(obj, (list, tuple)) and not isinstance(obj, str):
         for part in obj:

@@ -2,11 +2,12 @@
 
 Motive: what people run first is their library's dataset and few batches. There the start of an epoch counts, and what a
 loader does with the objects of a large package that the program has imported.
-Method: each library's case (`client_cases.py`) runs in two processes of its own: with torch's loader, without Ray, and
-with rayloader. They make the same dataset, and take epochs of it by turns, with fresh and with persistent workers. The
-first two rounds, in which Ray and the workers of both kinds start and import the library, are not counted. Every batch
-of each epoch must be the same with both, as a checksum shows. With --busy all is measured a second time while as many
-processes as there are cores do nothing but use them. Medians of the rounds.
+Method: each library's case (`client_cases.py`) runs in three processes of its own: with torch's loader, and with
+rayloader's forks, both without Ray, and with its actors. They make the same dataset, and take epochs of it by turns,
+with fresh and with persistent workers. The first two rounds, in which Ray and the workers of both kinds start and
+import the library, are not counted. Every batch of each epoch must be the same with all, as a checksum shows. With
+--busy all is measured a second time while as many processes as there are cores do nothing but use them. Medians of the
+rounds.
 Command: python benchmarks/clients.py --busy [--rounds N] [--workers N] [--cases torchvision,monai] [--quick]
 Needs the extra `clients`; a library that is not installed is left out.
 Results: benchmarks/results/clients.json, and the table in docs/clients.md; those of --quick and of single cases go to a
@@ -27,7 +28,8 @@ from typing import Any
 
 import harness
 import tables
-from client_cases import CASES, write_pictures
+from client_cases import CASES
+from client_jobs import write_pictures
 from harness import Figure, Options
 from processes import Missing, Peer, PeerError
 
@@ -35,7 +37,7 @@ QUESTION = "clients"
 COMMAND = "python benchmarks/clients.py --busy"
 RESULTS = harness.RESULTS / "clients.json"
 DOCUMENT = harness.ROOT / "docs" / "clients.md"
-LOADERS = ("torch", "rayloader")
+LOADERS = ("torch", "rayloader-fork", "rayloader")
 KINDS = {"fresh": False, "persistent": True}  # workers
 MACHINES = ("quiet", "busy")
 BATCHES, QUICK_BATCHES = 16, 8  # an epoch
@@ -60,7 +62,8 @@ def measure(options: Options) -> list[Figure]:
         for machine in machines:
             for kind in KINDS:
                 for name in LOADERS:
-                    of_it = epochs if isinstance(epochs, Missing) else epochs[name, kind, machine]
+                    unable = Missing(f"{case} does not work in forks")
+                    of_it = epochs if isinstance(epochs, Missing) else epochs.get((name, kind, machine), unable)
                     seconds = of_it if isinstance(of_it, Missing) else [one for one, _ in of_it]
                     sums = {} if isinstance(of_it, Missing) else {"checksums": [checksum for _, checksum in of_it]}
                     metric = f"{kind}, {machine}"
@@ -69,15 +72,16 @@ def measure(options: Options) -> list[Figure]:
 
 
 def taken(case: str, batches: int, options: Options, machines: tuple[str, ...]) -> dict[Key, list[Epoch]] | Missing:
-    """The epochs of a case with both loaders, by turns.
+    """The epochs of a case with all loaders that can have it, by turns.
 
     Raises:
         PeerError: a process failed.
     """
     epochs: dict[Key, list[Epoch]] = {}
+    loaders = [name for name in LOADERS if CASES[case].forks or name != "rayloader-fork"]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as peers:
         write_pictures(Path(folder), batches)
-        there = {name: peers.enter_context(Peer(name)) for name in LOADERS}
+        there = {name: peers.enter_context(Peer(name)) for name in loaders}
         for name, peer in there.items():
             harness.say(f"{QUESTION}: {case}, making it with {name}")
             made = peer.call("client_cases:make", case=case, folder=folder, batches=batches, workers=options.workers)
@@ -87,7 +91,7 @@ def taken(case: str, batches: int, options: Options, machines: tuple[str, ...]) 
             with spinning() if machine == "busy" else contextlib.nullcontext():
                 for number in range(-WARMING if machine == machines[0] else 0, options.rounds):
                     harness.say(f"{QUESTION}: {case}, {machine}, round {number + 1} of {options.rounds}")
-                    for name in harness.rotated(LOADERS, number):
+                    for name in harness.rotated(loaders, number):
                         for kind, persistent in KINDS.items():
                             answer = there[name].call("client_cases:epoch", persistent=persistent, batches=batches)
                             if isinstance(answer, Missing):
@@ -118,7 +122,8 @@ def table(document: dict[str, Any]) -> str:
         f"Seconds of an epoch of {settings['batches']} batches with {settings['workers']} workers on "
         f"{machine['cores']} cores, {rounds}, {machine['date'][:10]}."
     )
-    columns = [(f"{kind}, {where}", name) for where in MACHINES for kind in KINDS for name in LOADERS]
+    loaders = [name for name in LOADERS if any(figure["implementation"] == name for figure in figures)]
+    columns = [(f"{kind}, {where}", name) for where in MACHINES for kind in KINDS for name in loaders]
     rows = [["library", "way", *(f"{metric}, {name}" for metric, name in columns), "same batches"]]
     for case in dict.fromkeys(figure["case"] for figure in figures):
         of_it = [harness.find(figures, case=case, implementation=name, metric=metric) for metric, name in columns]
@@ -127,13 +132,12 @@ def table(document: dict[str, Any]) -> str:
 
 
 def same_batches(figures: list[Figure], case: str) -> str:
-    """Whether both loaders gave the same batches in every epoch."""
-    sums: dict[str, list[Any]] = {name: [] for name in LOADERS}
+    """Whether all loaders gave the same batches in every epoch."""
+    sums: dict[str, list[Any]] = {}
     for figure in figures:
         if figure["case"] == case and "checksums" in figure:
-            sums[figure["implementation"]].append((figure["metric"], figure["checksums"]))
-    theirs, ours = (sums[name] for name in LOADERS)
-    return "-" if not theirs else "yes" if theirs == ours else "NO"
+            sums.setdefault(figure["implementation"], []).append((figure["metric"], figure["checksums"]))
+    return "-" if not sums else "yes" if all(found == sums["torch"] for found in sums.values()) else "NO"
 
 
 def main() -> None:

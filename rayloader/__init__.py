@@ -21,6 +21,7 @@ from rayloader.errors import (
 from rayloader.loader import DataLoader, init, shutdown
 
 if TYPE_CHECKING:
+    from rayloader import plans as plans
     from rayloader.data.arrow import ArrowDataset as ArrowDataset
     from rayloader.data.cached import CachedDataset as CachedDataset
     from rayloader.data.cached import cached as cached
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rayloader.host.shard_info import get_shard_info as get_shard_info
     from rayloader.observe.stats import CacheStats as CacheStats
     from rayloader.observe.stats import LoaderStats as LoaderStats
+    from rayloader.plans import lengths as lengths
     from rayloader.sharing.shares import Consumer as Consumer
     from rayloader.sharing.shares import SharedLoader as SharedLoader
     from rayloader.sharing.shares import share as share
@@ -51,6 +53,7 @@ _PARTS = {
     "SharedLoader": "sharing.shares",
     "cached": "data.cached",
     "get_shard_info": "host.shard_info",
+    "lengths": "plans",
     "patch": "frameworks.patching",
     "share": "sharing.shares",
     "shared": "sharing.shares",
@@ -93,6 +96,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """A name of a part, which is imported for it."""
+    if name == "plans":
+        return importlib.import_module("rayloader.plans")
     if name not in _PARTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

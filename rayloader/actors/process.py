@@ -32,8 +32,7 @@ from rayloader.actors._compat_ray import set_process_title
 from rayloader.actors.image import Image, ImageAddress, decode_replica, image_from_contents, open_image
 from rayloader.actors.replica import Source
 from rayloader.errors import ReplicaMemoryError
-from rayloader.host.hosting import Hosting, exit_without_callbacks
-from rayloader.host.server import LineServer
+from rayloader.host.server import Hosting, LineServer, exit_without_callbacks
 from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.protocol import Answer, Replica, Served, Setup, WorkerAddress, final
 from rayloader.random.generators import collecting

@@ -25,7 +25,7 @@ from rayloader.observe.recorder import Tally
 from rayloader.protocol import carried
 from rayloader.resume.drawn import Drawn, drawn
 from rayloader.resume.position import Position
-from rayloader.resume.samplers import QUIET_SAMPLERS
+from rayloader.resume.samplers import is_quiet
 
 # NOTE [ahead]
 # Once torch's own samplers have given their first index, little of what they give depends on what the program does
@@ -35,7 +35,7 @@ from rayloader.resume.samplers import QUIET_SAMPLERS
 #   differ, the epoch ends with an error.
 # - A RandomSampler that has given a permutation asks for its own length, which may have changed, and draws from its
 #   generator, which may be the user's. So nothing after the permutation is drawn early.
-# A rank's shard of any sampler has drawn its whole epoch by then, whichever sampler it wraps.
+# A rank's shard of any sampler has drawn its whole epoch by then, whichever sampler it wraps, and a plan is made.
 # Types in which a lookup calls no code of the user's, so that it may be repeated.
 LOOKED_UP = {list, tuple, range, np.ndarray, torch.Tensor}
 
@@ -119,7 +119,7 @@ def may_draw_ahead(sampler: Any, *, resumed: bool = False) -> bool:
         return not innermost.replacement and innermost.num_samples == len(innermost.data_source)
     if type(innermost) is SubsetRandomSampler:
         return not resumed and type(innermost.indices) in LOOKED_UP
-    return type(innermost) in QUIET_SAMPLERS
+    return is_quiet(innermost)
 
 
 def start(sampler: Any) -> DrawAhead:

@@ -51,6 +51,7 @@ from rayloader.protocol import Replica, Setup
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming
+from rayloader.resume.snapshot import has_state
 from rayloader.task import NothingSkipped, Task
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.janitor import ends_with_program, janitor
@@ -103,7 +104,7 @@ def plan_epoch(
     finished: bool,
     redealt: bool,
     persistent: bool,
-    iterable: bool,
+    remembers: bool,
     may_draw_ahead: Callable[[bool], bool],
 ) -> EpochPlan:
     """The plan of an epoch.
@@ -115,17 +116,17 @@ def plan_epoch(
         finished: the last epoch of these workers, or that of the state, was finished.
         redealt: other ranks have begun the epoch.
         persistent: workers keep their dataset objects.
-        iterable: the dataset is a stream.
+        remembers: the dataset is a stream, or has a state of its own.
         may_draw_ahead: whether the sampler may be read early; its argument is whether its iterator is not at its start.
     """
     resumed = saved and not finished
     goes_on = redealt or resumed
-    # Without order, a worker's batches depend on when it is given them; and how far a stream was read ahead shows when
-    # persistent workers continue. In both cases the depth is torch's.
+    # Without order, a worker's batches depend on when it is given them; and how far persistent workers have read ahead
+    # shows when they continue, where their dataset remembers that. In both cases the depth is torch's.
     elastic = (
         options.automatic_depth
         and (options.in_order or options.dynamic)
-        and not (persistent and iterable)
+        and not (persistent and remembers)
         and may_draw_ahead(goes_on)
     )
     begin = Begin.RESUMED if resumed else Begin.NEXT if lives or finished else Begin.FRESH
@@ -247,7 +248,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             finished=self.position.finished,
             redealt=self._redeal is not None,
             persistent=self._persistent_workers,
-            iterable=self._iterable,
+            remembers=self._iterable or has_state(self._dataset),
             may_draw_ahead=lambda goes_on: not moved and may_draw_ahead(self._index_sampler, resumed=goes_on),
         )
         if self._engine is not None:

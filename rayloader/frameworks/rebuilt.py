@@ -6,6 +6,7 @@ import sys
 import warnings
 from typing import Any
 
+from rayloader.errors import level_outside
 from rayloader.frameworks.readers import callers
 from rayloader.resume.ranks import check_once
 
@@ -60,9 +61,10 @@ def _warn_once(loader_class: type) -> None:
     global _warned
     if not _warned:
         _warned = True
+        framework = {loader_class.__module__.partition(".")[0]} - {"__main__"}
         warnings.warn(
             f"a rayloader.DataLoader was rebuilt as {loader_class.__module__}.{loader_class.__qualname__}: its "
             "batches now come from torch's workers, without the seeding, recovery and checkpoints of rayloader; call "
             "rayloader.patch() at the start of the program, so that frameworks create rayloader's loaders",
-            stacklevel=5,
+            stacklevel=level_outside("rayloader", "torch", *framework),
         )

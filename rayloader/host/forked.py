@@ -7,8 +7,7 @@ the driver's besides: no line, no thread, no Ray. As torch's forked worker it en
 
 from __future__ import annotations
 
-from rayloader.host.hosting import Hosting
-from rayloader.host.server import LineServer
+from rayloader.host.server import Hosting, LineServer
 from rayloader.host.worker import HostedWorker
 from rayloader.protocol import Replica, Setup
 from rayloader.resume.snapshot import WorkerState

@@ -289,7 +289,7 @@ def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[
     first = lead.begin.starts[0]
     start = samplers.of_this_rank(first.drawing or first.moment)
     with samplers.at(start):
-        order = order_of(part)
+        order = order_of(part, len(stages[0].taken if stages else places))
     for rank, place in enumerate(places):
         expected = {place.next_task: place.checksum, place.drawn: place.drawn_checksum}
         checksums = Checksums(expected)

@@ -31,7 +31,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rayloader.options import is_whole
 from rayloader.random.random_state import RandomState
-from rayloader.resume.samplers import QUIET_SAMPLERS, SHARDS, Samplers, chain_of, part_of, tell_epoch
+from rayloader.resume.samplers import QUIET_SAMPLERS, SHARDS, Planned, Samplers, chain_of, part_of, tell_epoch
 
 _T = TypeVar("_T")
 Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and the one after the last
@@ -75,6 +75,8 @@ class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters a
         yield from dealt(self.order(), self.num_replicas, drop_last=self.drop_last)[self.rank]
 
     def __len__(self) -> int:
+        if isinstance(self.sampler, Planned):
+            return len(self.order()) // self.num_replicas
         rest = 0 if self.drop_last else self.num_replicas - 1
         return (len(self.sampler) + rest) // self.num_replicas
 
@@ -83,8 +85,11 @@ class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters a
         self.epoch = epoch
         tell_epoch(chain_of(self.sampler), epoch)
 
-    def order(self) -> list[Any]:
-        """The whole sampler's items in this epoch."""
+    def order(self, num_replicas: int | None = None) -> Sequence[Any]:
+        """The whole sampler's items in this epoch, as dealt out to that number of ranks; None: to its own."""
+        if isinstance(self.sampler, Planned):
+            self.is_random = True
+            return self.sampler.order_for(num_replicas or self.num_replicas)
         with _seeded(self.seed + self.epoch):
             before = RandomState.capture([])
             length = len(self.sampler)
@@ -233,10 +238,15 @@ class SameOrder:
         self._begun = part.epoch
 
 
-def order_of(part: DistributedSampler[Any]) -> list[Any]:
-    """All items of the ranks in this epoch, in order, before any are repeated or left out."""
+def order_of(part: DistributedSampler[Any], num_replicas: int | None = None) -> Sequence[Any]:
+    """All items of the ranks in this epoch, in order, before any are repeated or left out.
+
+    Args:
+        part: of one rank.
+        num_replicas: how many ranks began the epoch; None: as many as `part` has.
+    """
     if isinstance(part, Shard):
-        return part.order()
+        return part.order(num_replicas)
     alone: DistributedSampler[Any] = DistributedSampler(part.dataset, 1, 0, part.shuffle, part.seed)
     alone.set_epoch(part.epoch)
     return list(alone)
@@ -267,7 +277,7 @@ class Stage(NamedTuple):
     taken: list[Ranges]
 
 
-def share(order: list[_T], stages: Sequence[Stage], num_replicas: int, rank: int, *, drop_last: bool) -> list[_T]:
+def share(order: Sequence[_T], stages: Sequence[Stage], num_replicas: int, rank: int, *, drop_last: bool) -> list[_T]:
     """The items of a rank after these stages, of an epoch in this order."""
     left = list(range(len(order)))  # places: an item may come more than once in an epoch
     for stage in stages:
@@ -280,13 +290,13 @@ def in_batches(samples: list[Any], batch_size: int | None, *, drop_last: bool) -
     return iter(samples) if batch_size is None else iter(BatchSampler(samples, batch_size, drop_last))
 
 
-def dealt(order: list[_T], num_replicas: int, *, drop_last: bool) -> list[list[_T]]:
+def dealt(order: Sequence[_T], num_replicas: int, *, drop_last: bool) -> list[Sequence[_T]]:
     """The items of each rank in an epoch, by DistributedSampler's rule."""
     excess = len(order) % num_replicas
     if excess and drop_last:
         order = order[:-excess]
     elif excess:
-        order = order + (order * num_replicas)[: num_replicas - excess]
+        order = [*order, *([*order] * num_replicas)[: num_replicas - excess]]
     return [order[rank::num_replicas] for rank in range(num_replicas)]
 
 
@@ -304,5 +314,6 @@ def iterator_of(samplers: Samplers, stages: Sequence[Stage]) -> Any:
         return iter(samplers.index_sampler)
     part = samplers.part
     assert part is not None
-    mine = share(order_of(part), stages, part.num_replicas, part.rank, drop_last=part.drop_last)
+    order = order_of(part, len(stages[0].taken))
+    mine = share(order, stages, part.num_replicas, part.rank, drop_last=part.drop_last)
     return in_batches(mine, samplers.batch_size, drop_last=samplers.drop_last)

@@ -21,7 +21,7 @@ import pickle
 import sys
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -43,7 +44,7 @@ from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
 from rayloader.resume.snapshot import dump_state, has_state
 
-# Torch's own, and those of `SHARDS`: what they give depends on nothing that a state does not hold.
+# Torch's own, and those of `SHARDS`: what they give depends on nothing that a state does not hold. So is it with plans.
 QUIET_SAMPLERS = {
     SequentialSampler,
     RandomSampler,
@@ -123,6 +124,23 @@ class Start(NamedTuple):
 _NO_STATE = OwnState()
 
 
+class Planned(Sampler[Any]):
+    """A sampler whose order is a function of its arguments and its epoch, and is known as a whole; see plans/plan.py.
+
+    It has `set_epoch`, and holds no random generator. The order may depend on the number of ranks, and its length is a
+    multiple of that.
+    """
+
+    def order_for(self, num_replicas: int) -> Sequence[Any]:
+        """All items of this epoch; of these, rank `r` gets `[r::num_replicas]`."""
+        raise NotImplementedError
+
+
+def is_quiet(sampler: Any) -> bool:
+    """Whether it is one of these samplers, or a plan."""
+    return type(sampler) in QUIET_SAMPLERS or isinstance(sampler, Planned)
+
+
 class Samplers:
     """The sampler of a loader and those that it wraps."""
 
@@ -136,7 +154,7 @@ class Samplers:
         self._stateful = stateful[0] if stateful else None
         innermost = self._chain[-1]
         self.part = part_of(self.index_sampler)
-        is_stock = type(innermost) in QUIET_SAMPLERS and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
+        is_stock = is_quiet(innermost) and {type(s) for s in self._chain[:-1]} <= {BatchSampler}
         # Users of the global generators: the base seed, and samplers. A shard's order does not depend on them.
         shards = type(self.part) in SHARDS
         self._only_torch = is_stock or shards
@@ -185,6 +203,8 @@ class Samplers:
     def _held_generators(self) -> list[Any]:
         found: list[Any] = []
         for sampler in self._chain:
+            if isinstance(sampler, Planned):  # it holds none
+                continue
             attributes = attributes_of(sampler).items()
             inner = {k: v for k, v in attributes if type(v) not in _SIMPLE and not self._is_searched(k, v)}
             if inner:  # torch's own have none, and some frameworks make a state before every batch
@@ -383,7 +403,7 @@ def simple_in(sampler: Any) -> dict[str, Any]:
 def _makes_generator(sampler: Any) -> bool:
     """Whether it creates its generator on first use, as Accelerate's does."""
     had: Any = _first_attributes(sampler).get("generator", sampler)
-    return had is None and type(sampler) not in QUIET_SAMPLERS
+    return had is None and not is_quiet(sampler)
 
 
 def same(a: Any, b: Any) -> bool:

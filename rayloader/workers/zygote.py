@@ -209,9 +209,10 @@ class Zygote:
 def _fork(pids: list[int]) -> None:
     """Appends what `os.fork` returns, in one call of C: no exception of a signal handler can come in between.
 
-    A program with threads is forked too, as by torch's loader; Python 3.12 and later warn of that.
+    A program with threads is forked too, as by torch's loader; Python 3.12 and later warn of that. Where the program
+    takes warnings for errors, one of these is dropped: Python too ignores errors of whoever is told of a fork.
     """
-    with warning_at_the_users_line():  # those of libraries that are told of forks
+    with contextlib.suppress(Warning), warning_at_the_users_line():  # those of libraries that are told of forks
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         pids.extend(itertools.starmap(os.fork, [()]))
 

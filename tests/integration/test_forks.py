@@ -185,6 +185,15 @@ def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped(monkeypatch
     assert [batches + taken(iterator)] == torchs("map-style", prefetch_factor=2)
 
 
+def test_persistent_workers_over_a_dataset_with_a_state_build_what_torchs_would_have_built():
+    def after_a_break(torchs):
+        loader = load(Drawing(), torchs=torchs, persistent_workers=True)
+        begun = [batch.tolist() for _, batch in zip(range(3), loader, strict=False)]
+        return begun, taken(loader)
+
+    assert after_a_break(torchs=False) == after_a_break(torchs=True)
+
+
 class Killing(Drawing):
     """One sample ends its process in some way."""
 
@@ -595,3 +604,16 @@ def test_warnings_of_others_name_the_programs_line(tmp_path):
     if not torch.accelerator.is_available():
         assert [line for line in told if "pin_memory" in line and line.startswith(f"{program}:4: UserWarning")]
     assert [line for line in told if "disliked" in line] == [f"{program}:4: RuntimeWarning: forks are disliked"]
+
+
+def test_a_warning_of_a_fork_that_is_an_error_ends_no_epoch():
+    """As with torch's workers: Python ignores errors of whoever is told of a fork."""
+    program = (
+        "import os, warnings\n"
+        "from rayloader import DataLoader\n"
+        "os.register_at_fork(before=lambda: warnings.warn('forks are disliked', RuntimeWarning))\n"
+        "warnings.simplefilter('error', RuntimeWarning)\n"
+        "print([batch.tolist() for batch in DataLoader(range(4), 2, num_workers=2)])\n"
+    )
+    done = programs.run(program)
+    assert (done.returncode, done.stdout) == (0, "[[0, 1], [2, 3]]\n"), done.stderr

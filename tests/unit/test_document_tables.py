@@ -25,7 +25,9 @@ readme_table = pytest.mark.parametrize("module", ["readme_table"], indirect=True
 
 
 @pytest.mark.parametrize(
-    "module", ["readme_table", "frameworks", "shared", "clients", "gpu", "cache", "columns"], indirect=True
+    "module",
+    ["readme_table", "frameworks", "shared", "clients", "same_batches", "gpu", "cache", "columns", "plans"],
+    indirect=True,
 )
 def test_documents_hold_the_generated_tables(module, results):
     import tables

@@ -32,7 +32,7 @@ def options(**changed: object) -> Options:
 
 
 def planned(given: Options | None = None, *, may: bool = True, **facts: bool) -> EpochPlan:
-    usual = dict.fromkeys(("lives", "saved", "finished", "redealt", "persistent", "iterable"), False)
+    usual = dict.fromkeys(("lives", "saved", "finished", "redealt", "persistent", "remembers"), False)
     return plan_epoch(given or options(), **{**usual, **facts}, may_draw_ahead=lambda goes_on: may)
 
 
@@ -60,8 +60,8 @@ def test_where_an_epoch_begins(facts, begin, starts, goes_on):
         ({"in_order": False}, {}, False),
         ({"in_order": False, "scheduling": "dynamic", "seeding": "batch"}, {}, True),
         ({}, {"persistent": True}, True),
-        ({}, {"iterable": True}, True),
-        ({}, {"persistent": True, "iterable": True}, False),
+        ({}, {"remembers": True}, True),
+        ({}, {"persistent": True, "remembers": True}, False),
     ],
 )
 def test_who_may_prefetch_deeper_than_torch(changed, facts, elastic):
@@ -71,7 +71,7 @@ def test_who_may_prefetch_deeper_than_torch(changed, facts, elastic):
 
 def test_the_sampler_is_asked_early_only_if_that_works_from_where_it_is():
     seen = []
-    facts = dict.fromkeys(("lives", "finished", "redealt", "persistent", "iterable"), False)
+    facts = dict.fromkeys(("lives", "finished", "redealt", "persistent", "remembers"), False)
     plan_epoch(options(), saved=True, **facts, may_draw_ahead=lambda goes_on: bool(seen.append(goes_on)))
     assert seen == [True]
 

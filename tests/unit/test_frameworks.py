@@ -39,6 +39,10 @@ class Wrapped(DataLoader):
     def __init__(self, inner):
         self.__dict__.update(inner.__dict__)
 
+class Rebuilt(DataLoader):
+    def __init__(self, loader):
+        super().__init__(loader.dataset, num_workers=loader.num_workers)
+
 def is_loader(x):
     return isinstance(x, DataLoader)
 
@@ -442,6 +446,14 @@ def test_nor_has_one_whose_batches_come_from_torchs(wrapped):
         DataLoader(wrapped(loader.dataset), num_workers=loader.num_workers)
     with pytest.raises(rayloader.StateError, match=r"under rayloader\.patch"):
         loader.state_dict()
+
+
+def test_the_warning_of_a_rebuilt_loader_names_the_programs_line():
+    """And not the framework's that calls torch's constructor."""
+    loader = rayloader.DataLoader(DATASET)
+    with pytest.warns(UserWarning, match="was rebuilt as") as warned:
+        imported("framework").Rebuilt(loader)
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.parametrize(

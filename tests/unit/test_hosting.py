@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from rayloader.host.hosting import Hosting, without_finalizers
+from rayloader.host.server import Hosting, without_finalizers
 
 
 class Noted:

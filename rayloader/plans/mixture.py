@@ -1,0 +1,212 @@
+"""`Mixture`: samples of several sources in given shares, which hold at every step and not only on average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from rayloader.options import is_whole
+from rayloader.plans.describe import Facts, Panel
+from rayloader.plans.inputs import Array, check_whole, shuffled, weights_of
+from rayloader.plans.plan import Order, Plan
+from rayloader.plans.shares import NEAR, Shares, Stream, block_of, rounded
+
+_RUN = 32  # samples that one rank takes in a row, see `Mixture._order`
+
+
+class Mixture(Plan):
+    """A sampler over several sources, of which each has its share of every stretch of the epoch.
+
+    It gives indices of a `torch.utils.data.ConcatDataset` of the sources. At every step the number of samples of each
+    source is within one of its weight times the number of all: not by chance, as when sources are drawn. Each source
+    is shuffled by itself, and begins again, in another order, when it is used up. An epoch goes on where the one before
+    has ended. As Megatron's blended dataset and Mosaic's proportions; here without an index in memory.
+
+    For instance::
+
+        mixture = Mixture([web, books], [0.7, 0.3])
+        loader = rayloader.DataLoader(ConcatDataset([web, books]), batch_size=64, sampler=mixture)
+
+    Args:
+        sources: how many samples each has, or datasets with a length.
+        weights: of the sources, in any unit; or, for weights that change, pairs of the number of samples after which
+            they hold, counted over all epochs and beginning with 0, and weights, of which some may then be 0.
+        seed: of the random order; from 0 on.
+        epoch_size: samples of an epoch. It is rounded up to a multiple of the number of ranks.
+        stop: where an epoch ends without `epoch_size`: "first", when the first source is used up, "all", when all have
+            been read once, or a number of samples. It is told by the first epoch, and the same for all.
+        shuffle: otherwise each source is read in its order.
+        num_replicas: see `Plan.for_rank`.
+
+    Attributes:
+        epoch: that `iter()` gives next.
+        size: samples of an epoch.
+
+    Raises:
+        TypeError: a source has no length.
+        ValueError: an argument is out of range, or a source is empty.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        weights: Any,
+        *,
+        seed: int = 0,
+        epoch_size: int | None = None,
+        stop: Literal["first", "all"] | int = "first",
+        shuffle: bool = True,
+        num_replicas: int = 1,
+    ) -> None:
+        super().__init__(seed, num_replicas, drop_last=False)
+        self._sizes = np.array([_size_of(number, source) for number, source in enumerate(sources)], np.int64)
+        if not len(self._sizes):
+            raise ValueError("a mixture must have at least one source, got none; pass their datasets or lengths")
+        self._offsets = np.cumsum(self._sizes) - self._sizes
+        self._shares = _shares_of(weights, len(self._sizes))
+        self.shuffle = shuffle
+        self.size = check_whole("epoch_size", self._end(stop) if epoch_size is None else epoch_size)
+        self._epochs: tuple[Any, ...] = ()  # number of an epoch, and its stream
+        self._known: dict[int, Array] = {}  # what `_before` gave
+
+    def counts(self, step: int) -> Array:
+        """How often each source has been read after so many samples, counted over all epochs.
+
+        Returns:
+            int64 of shape (sources,), whose sum is `step`.
+        """
+        epoch, place = divmod(check_whole("step", step, 0), self.size)
+        return self._stream(epoch).counts(place)
+
+    def _end(self, stop: Any) -> int:
+        if stop not in ("first", "all") and not is_whole(stop):
+            raise ValueError(f'stop must be "first", "all" or a number of samples, got {stop!r}')
+        if is_whole(stop):
+            return check_whole("stop", stop)
+        ends = [self._shares.when(source, size) for source, size in enumerate(self._sizes.tolist())]
+        if stop == "all" and not math.isfinite(max(ends)):
+            raise ValueError(
+                f"source {ends.index(math.inf)} is never used up, since its last weight is 0; pass epoch_size"
+            )
+        return max(1, math.floor(min(ends) + NEAR) if stop == "first" else math.ceil(max(ends) - NEAR))
+
+    def _stream(self, epoch: int) -> Stream:
+        if self._epochs[:1] != (epoch,):
+            bounds = epoch * self.size, (epoch + 1) * self.size
+            self._epochs = epoch, Stream(self._shares, *bounds, self._before(epoch), self._before(epoch + 1))
+        return self._epochs[1]  # type: ignore[no-any-return]
+
+    def _before(self, epoch: int) -> Array:
+        """How often each source has been read before an epoch: never less than before an earlier one.
+
+        Where each is read in the epoch before, that follows from the shares; otherwise from the counts before that one.
+        """
+        first, shares, size = epoch, self._shares, self.size
+        while (
+            first and first not in self._known and (shares.at(first * size) - shares.at((first - 1) * size)).min() < 1
+        ):
+            first -= 1
+        counts = self._known.get(first)
+        if counts is None:
+            counts = rounded(shares, first * size)
+        for number in range(first + 1, epoch + 1):
+            counts = rounded(shares, number * size, counts)
+        self._known[epoch] = counts
+        return counts
+
+    def _order(self, epoch: int, num_replicas: int) -> Order:
+        """The order, in which each rank takes runs of samples, and not the first run of each round again.
+
+        Shares have periods: if ranks took samples in turns, one of two might get all samples of a source.
+        """
+        stream, size, chunk = self._stream(epoch), self.size, _Chunk()
+        steps = -(-size // num_replicas)
+        whole = steps // _RUN * _RUN * num_replicas
+
+        def item(place: int) -> int:
+            if place < whole and num_replicas > 1:
+                step, rank = divmod(place, num_replicas)
+                turn, run = divmod(step, _RUN)
+                place = (turn * num_replicas + (rank + turn) % num_replicas) * _RUN + run
+            place %= size  # those that fill the last step are the first ones
+            if not chunk.begin <= place < chunk.begin + len(chunk.samples):
+                chunk.begin, sources, numbers = stream.chunk(place)
+                chunk.samples = self._samples(sources, numbers).tolist()
+            return chunk.samples[place - chunk.begin]
+
+        return Order(item, range(steps * num_replicas))
+
+    def _samples(self, sources: Array, numbers: Array) -> Array:
+        """The indices of samples, each the number so and so that is read of its source."""
+        found = np.empty(len(sources), np.int64)
+        for source in np.unique(sources).tolist():
+            mine = np.flatnonzero(sources == source)
+            size = int(self._sizes[source])
+            turns, places = np.divmod(numbers[mine], size)
+            for turn in np.unique(turns).tolist() if self.shuffle else ():
+                now = np.flatnonzero(turns == turn)
+                places[now] = shuffled(places[now], size, self.seed, source, turn)
+            found[mine] = self._offsets[source] + places
+        return found
+
+    def _facts(self) -> Facts:
+        begin = self.epoch * self.size
+        at = np.unique(np.linspace(begin, begin + self.size, 101).astype(np.int64))
+        counts = np.array([self.counts(step) for step in at.tolist()])
+        read = counts[-1] - counts[0]
+        lines = {"samples": f"{self.size:,} in an epoch, of {self._sizes.sum():,} in {len(self._sizes)} sources"}
+        for source, (count, size) in enumerate(zip(read.tolist(), self._sizes.tolist(), strict=True)):
+            lines[f"source {source}"] = (
+                f"{count:,} samples, {count / self.size:.3%} of the epoch; {count / size:.3f} times its {size:,}"
+            )
+        steps, passes = at[1:], (counts / self._sizes).T
+        shares = (np.diff(counts, axis=0) / np.diff(at)[:, None]).T
+        names = [f"source {source}" for source in range(len(self._sizes))]
+        panels = [
+            Panel("Shares", dict(zip(names, shares, strict=True)), steps),
+            Panel("How often each source was read", dict(zip(names, passes, strict=True)), at),
+        ]
+        return Facts(lines, panels)
+
+
+class _Chunk:
+    """Samples of an epoch side by side, from the place `begin` on."""
+
+    begin = 0
+    samples: Sequence[int] = ()
+
+
+def _size_of(number: int, source: Any) -> int:
+    if isinstance(source, (int, np.integer)) and not isinstance(source, bool):
+        size = int(source)
+    elif hasattr(source, "__len__"):
+        size = len(source)
+    else:
+        raise TypeError(
+            f"a source must be a number of samples or a dataset with a length, and source {number} is a "
+            f"{type(source).__name__}; mix streams by a dataset that reads from them"
+        )
+    if size < 1:
+        raise ValueError(f"a source must have samples, and source {number} has {size}; leave it out")
+    return size
+
+
+def _shares_of(weights: Any, count: int) -> Shares:
+    """Checks weights, or pairs of steps and weights."""
+    given = list(weights)
+    changes = bool(given) and all(isinstance(one, (tuple, list)) and len(one) == 2 for one in given)
+    changes = changes and all(hasattr(one[1], "__len__") for one in given)
+    pairs = given if changes else [(0, given)]
+    begins = [check_whole("the step of weights", step, 0) for step, _ in pairs]
+    if begins[0] != 0 or begins != sorted({*begins}):
+        raise ValueError(f"weights that change must be for steps that begin with 0 and increase, got {begins}")
+    rows = np.array([weights_of(row, count, zeros=changes) for _, row in pairs])
+    if not rows.any(axis=0).all():
+        source = int(np.flatnonzero(~rows.any(axis=0))[0])
+        raise ValueError(
+            f"each source must have a weight above 0 at some step, and source {source} has none; leave it out"
+        )
+    return Shares(begins, rows, [block_of(row) for _, row in pairs])

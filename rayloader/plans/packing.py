@@ -1,0 +1,227 @@
+"""`Packing`: samples joined into packs of a fixed number of tokens, so that next to nothing is padded."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any, Literal
+
+import numpy as np
+
+from rayloader.plans.describe import Facts, Panel
+from rayloader.plans.inputs import Array, check_whole, lengths_of, narrow, shuffled
+from rayloader.plans.plan import Batches, BatchPlan, taking
+from rayloader.plans.windows import kept, sorted_windows
+
+_AT_ONCE = 1 << 20  # samples that are joined together
+TooLong = Literal["error", "skip", "truncate", "split"]
+
+
+class Packing(BatchPlan):
+    """A batch sampler of packs: each batch is the samples that together fill `seq_len` tokens.
+
+    With "best-fit", samples stay whole. They are shuffled, all of them, and packed in windows of that order: the
+    longest first, each into the fullest pack that has room for it (best-fit decreasing; Johnson, Near-optimal Bin
+    Packing Algorithms, 1973; for language models Ding et al., Fewer Truncations Improve Language Modeling, 2024).
+    Packs are counted by the room that they have left, so that the time depends on the number of different lengths, and
+    hardly on that of samples. With "concat", samples are joined in random order and cut every `seq_len` tokens: nothing
+    is padded, and many samples are cut.
+
+    For instance::
+
+        plan = Packing(lengths, seq_len=4096)
+        loader = rayloader.DataLoader(dataset, batch_sampler=plan, num_workers=8, collate_fn=pack_collate)
+
+    Where samples are cut ("concat", or too_long="split") a batch is of parts of samples, so the dataset is
+    `Cuts(dataset)`.
+
+    Args:
+        lengths: of each sample, in tokens; see `TokenBudget`.
+        seq_len: tokens of a pack.
+        algorithm: "best-fit" or "concat".
+        window: for "best-fit", the samples that are packed together.
+        too_long: what becomes of a sample of more than `seq_len` tokens: "error"; "skip" to leave it out; "truncate" to
+            cut it off, for which `pack_collate` needs `seq_len` too; or "split" into parts of `seq_len`. "concat"
+            splits in any case.
+        seed: of the random order, together with the epoch.
+        num_replicas: see `TokenBudget`.
+        drop_last: leave out the last step if it has too few packs, and with "concat" the last pack if it is not full.
+
+    Attributes:
+        epoch: that `iter()` gives next.
+        too_many: how many samples are longer than `seq_len`.
+        left_out: how many tokens are in no pack, of samples that are left out or truncated.
+
+    Raises:
+        TypeError: the lengths are not whole numbers.
+        ValueError: an argument is out of range, or a sample is too long.
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        seq_len: int,
+        *,
+        algorithm: Literal["best-fit", "concat"] = "best-fit",
+        window: int = 1 << 20,
+        too_long: TooLong = "error",
+        seed: int = 0,
+        num_replicas: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(seed, num_replicas, drop_last)
+        if algorithm not in ("best-fit", "concat"):
+            raise ValueError(f'algorithm must be "best-fit" or "concat", got {algorithm!r}')
+        self.seq_len, self.window = check_whole("seq_len", seq_len), check_whole("window", window)
+        self.algorithm = algorithm
+        self.too_long = "split" if algorithm == "concat" else too_long
+        lengths = lengths_of(lengths)
+        self._samples = len(lengths)
+        choices = ("error", "skip", "truncate", "split")
+        self._kept, self.too_many = kept(lengths, seq_len, "seq_len", self.too_long, choices)
+        self.left_out = 0
+        self._parts: tuple[Array, Array] | None = None  # where samples are split: of which, and its first token
+        if self.too_many and self.too_long in ("skip", "truncate"):
+            long = lengths[lengths > seq_len]
+            self.left_out = int(long.sum(dtype=np.int64)) - (len(long) * seq_len if too_long == "truncate" else 0)
+        if self.too_many and self.too_long == "truncate":
+            lengths = np.minimum(lengths, seq_len)
+        if self.too_many and self.too_long == "split" and algorithm == "best-fit":
+            lengths, self._parts = _split(lengths, seq_len)
+        self._lengths = lengths
+
+    @property
+    def efficiency(self) -> float:
+        """The tokens of this epoch's packs by their room: 1 without padding."""
+        made = self.batches()
+        return float(made.tokens.sum() / made.room.sum())
+
+    def _batches(self, epoch: int) -> Batches:
+        key = self.seed, epoch
+        if self.algorithm == "concat":
+            return _joined(self._lengths, self.seq_len, key, drop_last=self.drop_last)
+        count = len(self._lengths if self._kept is None else self._kept)
+        samples, sizes, tokens = np.empty(count, narrow(len(self._lengths))), [], []
+        for begin, order, lengths in sorted_windows(self._lengths, self._kept, self.window, key):
+            for row, (numbers, long) in enumerate(zip(order, lengths, strict=True)):
+                packs = best_fit(long, self.seq_len)
+                by_pack = np.argsort(packs, kind="stable")
+                place = begin + row * len(numbers)
+                samples[place : place + len(numbers)] = numbers[by_pack]
+                sizes.append(np.bincount(packs))
+                tokens.append(np.bincount(packs, long).astype(np.int64))
+        held = np.concatenate(tokens)
+        bounds = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+        take = taking(samples) if self._parts is None else _taking_parts(samples, *self._parts, self._lengths)
+        return Batches(take, bounds, held, held, np.broadcast_to(self.seq_len, len(held)))
+
+    def _facts(self) -> Facts:
+        made, balance = self.batches(), self.balance()
+        long = f"{self.too_many:,} longer than {self.seq_len:,} tokens"
+        how = {"skip": "left out", "truncate": "cut off", "split": "split", "error": ""}[self.too_long]
+        lines = {
+            "samples": f"{self._samples:,}" + f", {long}: {how}" * bool(self.too_many),
+            "packs": f"{len(made.tokens):,} of {self.seq_len:,} tokens",
+            "efficiency": f"{self.efficiency:.3%} of the room is used by {made.tokens.sum():,} tokens",
+            "left out": f"{self.left_out:,} tokens",
+            "steps": f"{len(balance):,} for {self.num_replicas} ranks; the fullest pack of a step has "
+            f"{balance.mean():.4f} times the mean on average, {balance.max():.3f} at most",
+        }
+        panels = [
+            Panel("Tokens of packs", {"tokens": made.tokens}),
+            Panel("Steps: the fullest pack by the mean", {"steps": balance}),
+        ]
+        return Facts(lines, panels)
+
+
+def best_fit(lengths: Array, room: int) -> Array:
+    """Packs lengths by best-fit decreasing: equal ones at once, into all packs with equal room.
+
+    Args:
+        lengths: from the longest on; none above `room`.
+        room: of a pack.
+
+    Returns:
+        The number of its pack for each, from 0 on.
+    """
+    begins = np.flatnonzero(np.diff(lengths, prepend=-1))
+    counts = np.diff(begins, append=len(lengths))
+    rooms: list[int] = []  # those that open packs have left, in order
+    packs: dict[int, list[tuple[int, int]]] = {}  # which packs have that much: the first, and the one after the last
+    events: list[tuple[int, int, int]] = []  # the first pack, how many packs, and how many samples go into each
+    opened = 0
+
+    def put(first: int, end: int, left: int) -> None:
+        if first < end and left:
+            if left not in packs:
+                bisect.insort(rooms, left)
+            packs.setdefault(left, []).append((first, end))
+
+    for length, count in zip(lengths[begins].tolist(), counts.tolist(), strict=True):
+        while count:
+            place = bisect.bisect_left(rooms, length)
+            if place < len(rooms):
+                left = rooms[place]
+                first, end = packs[left].pop()
+                if not packs[left]:
+                    del packs[left], rooms[place]
+            else:
+                left, first = room, opened
+                opened = end = first + -(-count // (room // length))
+            each = left // length  # a pack that got one is the fullest that has room, until it has none
+            whole = min(end - first, count // each)
+            events.append((first, whole, each))
+            put(first, first + whole, left - each * length)
+            count -= whole * each
+            if whole < end - first and count:  # the last pack gets fewer
+                events.append((first + whole, 1, count))
+                put(first + whole, first + whole + 1, left - count * length)
+                whole, count = whole + 1, 0
+            put(first + whole, end, left)
+    first, whole, each = np.array(events, np.int64).T
+    sizes = whole * each
+    number = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.asarray(np.repeat(first, sizes) + number // np.repeat(each, sizes))
+
+
+def _split(lengths: Array, most: int) -> tuple[Array, tuple[Array, Array]]:
+    """Parts of at most so many tokens: their lengths, of which sample each is, and its first token."""
+    counts = -(-lengths.astype(np.int64) // most)
+    numbers = np.repeat(np.arange(len(lengths), dtype=narrow(len(lengths))), counts)
+    begins = (np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    return np.minimum(lengths[numbers] - begins, most), (numbers, begins)
+
+
+def _taking_parts(samples: Array, numbers: Array, begins: Array, lengths: Array) -> Any:
+    def take(begin: int, end: int) -> list[Any]:
+        parts = samples[begin:end]
+        firsts = begins[parts]
+        return [*zip(numbers[parts].tolist(), firsts.tolist(), (firsts + lengths[parts]).tolist(), strict=True)]
+
+    return take
+
+
+def _joined(lengths: Array, seq_len: int, key: tuple[int, ...], *, drop_last: bool) -> Batches:
+    """All samples in random order, cut every `seq_len` tokens; the bounds count tokens."""
+    order = np.empty(len(lengths), narrow(len(lengths)))
+    ends = np.empty(len(lengths), np.int64)  # of the samples in that order, in tokens
+    total = 0
+    for begin in range(0, len(order), _AT_ONCE):
+        part = slice(begin, min(begin + _AT_ONCE, len(order)))
+        order[part] = shuffled(np.arange(part.start, part.stop), len(order), *key)
+        np.cumsum(lengths[order[part]], out=ends[part])
+        ends[part] += total
+        total = int(ends[part.stop - 1])
+
+    def take(begin: int, end: int) -> list[Any]:
+        first, last = np.searchsorted(ends, begin, "right"), np.searchsorted(ends, end, "left")
+        numbers = order[first : last + 1]
+        stops = ends[first : last + 1]
+        starts = stops - lengths[numbers]
+        cuts = zip(np.maximum(begin - starts, 0).tolist(), (np.minimum(end, stops) - starts).tolist(), strict=True)
+        return [(number, *cut) for number, cut in zip(numbers.tolist(), cuts, strict=True)]
+
+    bounds = np.arange(0, total + 1, seq_len)
+    if bounds[-1] < total and not (drop_last and len(bounds) > 1):
+        bounds = np.append(bounds, total)
+    tokens = np.diff(bounds)
+    return Batches(take, bounds, tokens, tokens, np.broadcast_to(seq_len, len(tokens)))

@@ -1,0 +1,130 @@
+"""What is in a pack: samples one after the other, with the numbers that keep them apart in attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+IGNORED = -100  # the label that torch's cross entropy leaves out
+
+
+def pack_collate(
+    samples: Sequence[Any],
+    *,
+    fields: Sequence[str] | None = None,
+    tokens: str = "input_ids",
+    seq_len: int | None = None,
+    pad: bool = False,
+    pad_id: int = 0,
+) -> dict[str, Any]:
+    """Joins samples into one pack. For other arguments than these, use `functools.partial`.
+
+    Args:
+        samples: each a tensor, array or list of tokens, of shape (tokens,); or a dict that has them as `tokens`, and
+            may have other fields.
+        fields: of dicts, also to be joined, on the last dimension, which must be as long as the tokens. By default all
+            tensors and arrays of that length.
+        tokens: the name of the field of tokens.
+        seq_len: samples are cut to so many tokens: as `Packing` counts them with too_long="truncate".
+        pad: whether the pack is filled up to `seq_len`, by a sequence of `pad_id` whose labels are -100: other fields
+            are filled with 0. All packs have one shape then, as compiled models like it.
+        pad_id: see `pad`.
+
+    Returns:
+        A dict of `input_ids`, int64 of shape (tokens,); `labels`, the field of that name or else the tokens, in which
+        the first one of each sequence is -100, since no token of its own sequence precedes it; `position_ids`, int64,
+        from 0 in each sequence; `seq_ids`, int32, the number of the sequence in the pack, and -1 for padding;
+        `cu_seqlens`, int32 of shape (sequences + 1,), where they begin and the last one ends, as FlashAttention's
+        functions for sequences of varying length take it; `max_seqlen`, int; and the other fields.
+
+    Raises:
+        ValueError: a field has another length than the tokens; or the pack is longer than `seq_len`, with `pad`.
+    """
+    rows = [sample if isinstance(sample, Mapping) else {tokens: sample} for sample in samples]
+    parts = [_tensor(row[tokens])[..., :seq_len] for row in rows]
+    sizes = np.array([part.shape[-1] for part in parts])
+    ids = rows[0][tokens]
+    names = [name for name, value in rows[0].items() if _is_along(value, ids)] if fields is None else fields
+    joined: dict[str, Any] = {"input_ids": torch.cat(parts, -1).long()}
+    for name in names:
+        if name != tokens:
+            joined[name] = _joined(name, [_tensor(row[name])[..., :seq_len] for row in rows], sizes)
+    labels = joined.setdefault("labels", joined["input_ids"].clone())
+    numbers = np.arange(len(sizes))
+    total = int(sizes.sum())
+    labels.index_fill_(-1, torch.from_numpy(np.cumsum(sizes) - sizes), IGNORED)
+    if pad and (missing := (seq_len or 0) - total):
+        if missing < 0:
+            raise ValueError(
+                f"a pack that is padded must fit into seq_len, got {total} tokens and seq_len={seq_len}; pass the "
+                "seq_len of the plan"
+            )
+        fill = {"input_ids": pad_id, "labels": IGNORED}
+        joined = {
+            name: torch.nn.functional.pad(one, (0, missing), value=fill.get(name, 0)) for name, one in joined.items()
+        }
+        sizes, numbers, total = np.append(sizes, missing), np.append(numbers, -1), total + missing
+    ends = np.cumsum(sizes)
+    return {
+        **joined,
+        "position_ids": torch.from_numpy(np.arange(total) - np.repeat(ends - sizes, sizes)),
+        "seq_ids": torch.from_numpy(np.repeat(numbers, sizes).astype(np.int32)),
+        "cu_seqlens": torch.from_numpy(np.append(0, ends).astype(np.int32)),
+        "max_seqlen": int(sizes.max()),
+    }
+
+
+class Cuts(Dataset[Any]):
+    """A dataset that is asked for parts of samples: by `Packing` whose samples are cut.
+
+    Args:
+        dataset: map-style; its samples are tensors, arrays or lists of tokens, or dicts with them.
+        tokens: the name of the field of tokens, where samples are dicts. Other tensors and arrays whose last dimension
+            is as long are cut with it.
+    """
+
+    def __init__(self, dataset: Any, tokens: str = "input_ids") -> None:
+        self.dataset, self.tokens = dataset, tokens
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, part: tuple[int, int, int] | int) -> Any:
+        """A part of a sample: its number, and its first token and the one after its last; or a whole sample."""
+        if isinstance(part, int):
+            return self.dataset[part]
+        number, begin, end = part
+        sample = self.dataset[number]
+        if not isinstance(sample, Mapping):
+            return _cut(sample, begin, end)
+        ids = sample[self.tokens]
+        along = {name for name, value in sample.items() if name == self.tokens or _is_along(value, ids)}
+        return {name: _cut(value, begin, end) if name in along else value for name, value in sample.items()}
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+
+
+def _is_along(value: Any, tokens: Any) -> bool:
+    shape = tuple(getattr(value, "shape", ()))
+    return bool(shape) and shape[-1] == len(tokens)
+
+
+def _cut(value: Any, begin: int, end: int) -> Any:
+    return value[..., begin:end] if hasattr(value, "shape") else value[begin:end]
+
+
+def _joined(name: str, parts: list[Tensor], sizes: Any) -> Tensor:
+    found = [part.shape[-1] for part in parts]
+    if found != sizes.tolist():
+        raise ValueError(
+            f"each field must be as long as the tokens, {sizes.tolist()}, and {name!r} is {found} long; name the "
+            "fields to be joined by fields="
+        )
+    return torch.cat(parts, -1)

@@ -1,0 +1,219 @@
+"""What all plans have in common.
+
+Promise: a plan is a function. From the same arguments, seed and epoch it gives the same items in any process, for any
+number of workers; nothing has to be saved but the epoch. It does not import Ray, and its order is made when it is first
+asked for, once an epoch.
+
+NOTE [Ranks]. An order is made for a number of ranks: a step of the training is `num_replicas` items side by side, one
+for each rank, and the order is a whole number of steps. Who deals the items out is none of the plan's business: a
+loader's `num_replicas` and `rank`, `Plan.for_rank` for torch's own loader, or a framework that takes the whole order
+and knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from rayloader.plans.describe import Facts, text_of, write_picture
+from rayloader.plans.inputs import Array, check_whole, shuffled
+from rayloader.resume.ranks import Shard
+from rayloader.resume.samplers import Planned
+
+
+class Order(Sequence[Any]):
+    """The items of an epoch, made when they are read.
+
+    Args:
+        item: gives the one at a place.
+        places: of the items.
+    """
+
+    def __init__(self, item: Callable[[int], Any], places: range) -> None:
+        self._item, self._places = item, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, key: int) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice) -> Order: ...
+    def __getitem__(self, key: int | slice) -> Any:
+        return Order(self._item, self._places[key]) if isinstance(key, slice) else self._item(self._places[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._item, self._places)
+
+
+class Plan(Planned):
+    """A sampler, or a batch sampler, that is a function of its arguments and the epoch.
+
+    Args:
+        seed: of the random order, together with the epoch; from 0 on.
+        num_replicas: for how many ranks the order is made, where something else than rayloader's loader deals it out.
+        drop_last: leave out what does not fill a step of all ranks.
+
+    Attributes:
+        epoch: that `iter()` gives next.
+    """
+
+    def __init__(self, seed: int, num_replicas: int, drop_last: bool) -> None:
+        self.seed, self.num_replicas = check_whole("seed", seed, 0), check_whole("num_replicas", num_replicas)
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._last: tuple[Any, ...] = ()  # number of the epoch and of ranks, and the order that was made last
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next `iter()` gives: each has another order."""
+        self.epoch = check_whole("epoch", epoch, 0)
+
+    def order_for(self, num_replicas: int) -> Sequence[Any]:
+        """All items of this epoch, made for that number of ranks: rank `r` gets `[r::num_replicas]` of it."""
+        key = self.epoch, num_replicas
+        if self._last[:2] != key:
+            self._last = (*key, self._order(*key))
+        return self._last[2]  # type: ignore[no-any-return]
+
+    def for_rank(self, num_replicas: int, rank: int) -> Shard:
+        """This rank's part, for loaders that deal nothing out, such as torch's: one of torch's DistributedSamplers.
+
+        rayloader's loader takes the plan itself, and `num_replicas` and `rank`.
+        """
+        rank, num_replicas = check_whole("rank", rank, 0), check_whole("num_replicas", num_replicas, rank + 1)
+        return Shard(self, num_replicas, rank, seed=self.seed, drop_last=self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.order_for(self.num_replicas)
+
+    def __len__(self) -> int:
+        return len(self.order_for(self.num_replicas))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made of the arguments, which other processes make themselves."""
+        return {name: () if name in ("_last", "_made") else value for name, value in vars(self).items()}
+
+    def describe(self, picture: str | None = None) -> str:
+        """What is in this epoch, in words, and on request in one picture.
+
+        Args:
+            picture: the path of a PNG file to be written. This needs matplotlib.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        facts = self._facts()
+        if picture is not None:
+            write_picture(facts, picture)
+        return text_of(facts)
+
+    def _order(self, epoch: int, num_replicas: int) -> Order:
+        """The order of an epoch."""
+        raise NotImplementedError
+
+    def _facts(self) -> Facts:
+        """What is told of this epoch."""
+        raise NotImplementedError
+
+
+class Batches(NamedTuple):
+    """The batches of an epoch, before they are dealt out.
+
+    Attributes:
+        take: gives the items between two bounds.
+        bounds: where each batch begins in the order of the epoch, in samples or tokens; and the end of the last one.
+        costs: of each batch, in any unit: how long it keeps a rank busy.
+        tokens: in each batch.
+        room: in each batch, padding included.
+    """
+
+    take: Callable[[int, int], list[Any]]
+    bounds: Array
+    costs: Array
+    tokens: Array
+    room: Array
+
+
+def taking(samples: Array) -> Callable[[int, int], list[Any]]:
+    """How batches are taken of samples that lie one after the other."""
+    return lambda begin, end: samples[begin:end].tolist()
+
+
+class Steps(NamedTuple):
+    """Batches in their order: the bounds of each, and what it costs; a row is a step."""
+
+    begins: Array
+    ends: Array
+    costs: Array
+
+
+class BatchPlan(Plan):
+    """A batch sampler: the batches of a step cost nearly the same in all ranks."""
+
+    def __init__(self, seed: int, num_replicas: int, drop_last: bool) -> None:
+        super().__init__(seed, num_replicas, drop_last)
+        self._made: tuple[Any, ...] = ()  # number of the epoch, and its batches
+
+    @property
+    def sampler(self) -> BatchPlan:
+        """Itself: a batch sampler's sampler is where frameworks look for what they tell the epoch."""
+        return self
+
+    def batches(self) -> Batches:
+        """The batches of this epoch, in no particular order."""
+        if self._made[:1] != (self.epoch,):
+            self._made = self.epoch, self._batches(self.epoch)
+        return self._made[1]  # type: ignore[no-any-return]
+
+    def balance(self) -> Array:
+        """For each step, the cost of its most expensive batch by the mean cost of its batches: all wait for that one.
+
+        Returns:
+            Numbers from 1 on, one a step.
+        """
+        costs = self._steps(self.num_replicas).costs
+        return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
+
+    def _order(self, epoch: int, num_replicas: int) -> Order:
+        begins, ends, _ = self._steps(num_replicas)
+        take, begins, ends = self.batches().take, begins.ravel(), ends.ravel()
+        return Order(lambda place: take(int(begins[place]), int(ends[place])), range(len(begins)))
+
+    def _steps(self, num_replicas: int) -> Steps:
+        """Groups of batches of nearly the same cost, in random order."""
+        made = self.batches()
+        found = made.bounds[:-1], made.bounds[1:], made.costs.astype(np.float64)
+        if not self.drop_last:
+            found = _filled(*found, -len(made.costs) % num_replicas)
+        if not (steps := len(found[0]) // num_replicas):
+            raise ValueError(
+                f"with drop_last each rank must have a batch, and there are {len(found[0])} for {num_replicas} ranks; "
+                "leave drop_last out, or make smaller batches"
+            )
+        by_cost = np.argsort(-found[2], kind="stable")[: steps * num_replicas]
+        order = shuffled(np.arange(steps), steps, self.seed, self.epoch, 1).astype(np.int64)
+        return Steps(*(values[by_cost].reshape(steps, num_replicas)[order] for values in found))
+
+    def _batches(self, epoch: int) -> Batches:
+        """Makes the batches of an epoch."""
+        raise NotImplementedError
+
+
+def _filled(begins: Array, ends: Array, costs: Array, missing: int) -> tuple[Array, Array, Array]:
+    """So many batches more: those with the most samples are halved; where only single samples are left, some repeat."""
+    while missing:
+        sizes = ends - begins
+        largest = np.argsort(-sizes, kind="stable")[:missing]
+        halved = largest[sizes[largest] > 1]
+        if not len(halved):
+            repeated = np.arange(len(begins) + missing) % len(begins)
+            return begins[repeated], ends[repeated], costs[repeated]
+        middle = (begins[halved] + ends[halved]) // 2
+        rest = costs[halved] * ((ends[halved] - middle) / sizes[halved])
+        begins, ends = np.append(begins, middle), np.append(ends, ends[halved])
+        ends[halved], costs = middle, np.append(costs, rest)
+        costs[halved] -= rest
+        missing -= len(halved)
+    return begins, ends, costs

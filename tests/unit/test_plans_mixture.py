@@ -1,0 +1,195 @@
+"""A mixture against its definition: shares within one sample at every step, and sources read through in turns."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayloader.plans import Mixture
+from rayloader.plans import shares as shares_module
+
+WEIGHTS = st.integers(1, 9) | st.floats(0.01, 9, allow_subnormal=False)
+SOURCES = st.lists(st.tuples(st.integers(1, 12), WEIGHTS), min_size=1, max_size=5)
+
+
+def drawn(mixture, epochs=1, num_replicas=None):
+    """The sources and their samples, in order."""
+    found = []
+    for epoch in range(epochs):
+        mixture.set_epoch(epoch)
+        found += mixture if num_replicas is None else mixture.order_for(num_replicas)
+    found = np.array(found)
+    ends = np.cumsum(mixture._sizes)
+    sources = np.searchsorted(ends, found, "right")
+    return sources, found - (ends - mixture._sizes)[sources]
+
+
+def furthest(sources, weights):
+    """How many samples a source is at most off its share, at any step."""
+    weights = np.asarray(weights, float) / np.sum(weights)
+    counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    return np.abs(counts - np.arange(1, len(sources) + 1)[:, None] * weights).max()
+
+
+@pytest.fixture(params=[1, 1 << 12], ids=["short blocks", "blocks"])
+def blocks(request, monkeypatch):
+    monkeypatch.setattr(shares_module, "_BLOCK", request.param * 4)
+    monkeypatch.setattr(shares_module, "_AT_ONCE", request.param * 64)
+
+
+@given(sources=SOURCES, size=st.integers(1, 200), seed=st.integers(0, 9))
+@settings(deadline=None, max_examples=30)
+def test_every_share_is_within_one_sample_and_each_source_is_read_through_before_it_begins_again(sources, size, seed):
+    sizes, weights = zip(*sources, strict=True)
+    mixture = Mixture(sizes, weights, seed=seed, epoch_size=size)
+    found, samples = drawn(mixture, epochs=2)
+    assert len(found) == 2 * size
+    assert furthest(found, weights) <= 1 + 1e-6
+    for source, total in enumerate(sizes):
+        mine = samples[found == source].tolist()
+        for turn in (mine[begin : begin + total] for begin in range(0, len(mine), total)):
+            assert len({*turn}) == len(turn)
+            assert len(turn) < total or sorted(turn) == [*range(total)]
+    for step in {0, 1, size // 2, size, size + size // 3, 2 * size}:
+        assert mixture.counts(step).tolist() == np.bincount(found[:step], minlength=len(sizes)).tolist()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+    phases=st.lists(st.lists(st.integers(0, 3) | st.floats(0, 0.1), min_size=3, max_size=3), min_size=1, max_size=3),
+    size=st.integers(1, 40),
+)
+@settings(deadline=None, max_examples=40)
+def test_where_weights_change_or_are_tiny_no_sample_is_lost_between_epochs(sizes, phases, size):
+    phases = [[max(weight, 1e-4) for weight in phases[0]], *(phase for phase in phases[1:] if sum(phase) > 0.01)]
+    weights = [(number * 25, phase) for number, phase in enumerate(phases)]
+    mixture = Mixture(sizes, weights, epoch_size=size)
+    found, samples = drawn(mixture, epochs=4)
+    for source, total in enumerate(sizes):
+        mine = samples[found == source].tolist()
+        for turn in (mine[begin : begin + total] for begin in range(0, len(mine), total)):
+            assert len({*turn}) == len(turn)
+    wanted = np.array([mixture._shares.at(step) for step in range(1, 4 * size + 1)])
+    counts = np.cumsum(found[:, None] == np.arange(3), axis=0)
+    assert np.abs(counts - wanted).max() <= 1.5
+    fresh = Mixture(sizes, weights, epoch_size=size)
+    assert fresh.counts(3 * size).tolist() == counts[3 * size - 1].tolist()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[0.7, 0.2, 0.1], [3, 1], [np.pi, 1, np.e], [1, 1e-4], [5, 4, 3, 2, 1], [1] * 20],
+    ids=str,
+)
+def test_shares_hold_where_blocks_meet(weights, blocks):
+    mixture = Mixture([50] * len(weights), weights, epoch_size=700)
+    found, _ = drawn(mixture, epochs=3)
+    assert furthest(found, weights) <= 1 + 1e-6
+
+
+def test_shares_of_many_sources_whose_weights_have_no_common_denominator():
+    weights = np.random.default_rng(0).dirichlet(np.ones(40))
+    found, _ = drawn(Mixture([50] * 40, weights, epoch_size=3 << 12))
+    assert furthest(found, weights) <= 1.1
+
+
+@pytest.mark.parametrize(
+    ("stop", "size"), [("first", 142), ("all", 250), (77, 77)]
+)  # of 0.7 the first one, 100 samples, is used up; of 0.2 there are 50
+def test_where_an_epoch_ends(stop, size):
+    mixture = Mixture([100, 50, 20], [0.7, 0.2, 0.1], stop=stop)
+    assert len(mixture) == size
+    found, _ = drawn(mixture)
+    counts = np.bincount(found)
+    if stop == "first":
+        assert (counts <= [100, 50, 20]).all()
+    if stop == "all":
+        assert (counts >= [100, 50, 20]).all()
+
+
+def test_with_lengths_as_weights_each_sample_comes_once():
+    sizes = [1009, 211, 13]
+    mixture = Mixture(sizes, sizes)
+    assert sorted(mixture) == [*range(sum(sizes))]
+
+
+def test_weights_that_change():
+    mixture = Mixture([30, 30], [(0, [1, 0]), (100, [1, 1]), (200, [0, 1])], epoch_size=150)
+    found, _ = drawn(mixture, epochs=2)
+    assert Counter(found[:100].tolist()) == {0: 100}
+    assert np.abs(np.cumsum(found[100:200]) - np.arange(1, 101) / 2).max() <= 1
+    assert Counter(found[200:].tolist()) == {1: 100}
+    assert mixture.counts(300).tolist() == [150, 150]
+
+
+def test_another_epoch_another_seed_and_no_shuffling():
+    first, second = Mixture([40], [1]), Mixture([40], [1], seed=1)
+    assert [*first] != [*second]
+    assert [*first] == [*Mixture([40], [1])]
+    plain = Mixture([3, 2], [1, 1], shuffle=False, epoch_size=8)
+    assert [*plain] in ([0, 3, 1, 4, 2, 3, 0, 4], [3, 0, 4, 1, 3, 2, 4, 0])
+
+
+@given(sources=SOURCES, size=st.integers(1, 300), ranks=st.integers(1, 5))
+@settings(deadline=None, max_examples=20)
+def test_ranks_share_the_epoch_and_have_equal_steps(sources, size, ranks):
+    mixture = Mixture(*zip(*sources, strict=True), epoch_size=size)
+    whole, order = [*mixture], mixture.order_for(ranks)
+    assert len(order) == -(-size // ranks) * ranks
+    assert not Counter(whole) - Counter(order)
+    parts = [[*mixture.for_rank(ranks, rank)] for rank in range(ranks)]
+    assert [*itertools.chain(*zip(*parts, strict=True))] == [*order]
+
+
+def test_each_rank_has_the_shares_of_all():
+    """Also where a period of the shares is as long as there are ranks."""
+    mixture = Mixture([1000, 1000], [1, 1], epoch_size=8192)
+    for rank in range(2):
+        shares = np.cumsum(np.array([*mixture.for_rank(2, rank)]) < 1000) - np.arange(1, 4097) / 2
+        assert np.abs(shares).max() <= 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 5000, 70_000])
+def test_a_shuffled_order_has_every_number_once_in_whatever_parts_it_is_asked_for(count):
+    from rayloader.plans.inputs import shuffled
+
+    whole = shuffled(np.arange(count), count, 3, 1)
+    assert sorted(whole.tolist()) == [*range(count)]
+    places = np.arange(count // 3, count // 2 + 1)
+    assert shuffled(places, count, 3, 1).tolist() == whole[places].tolist()
+    if count > 1000:
+        assert abs(np.corrcoef(whole[1:], whole[:-1])[0, 1]) < 5 / count**0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (([], []), "a mixture must have at least one source"),
+        (([0], [1]), "a source must have samples, and source 0 has 0"),
+        (([iter(())], [1]), "a source must be a number of samples or a dataset"),
+        (([1, 1], [1, 0]), "weights must be finite numbers above 0, and source 1 has 0.0"),
+        (([1, 1], [1, float("nan")]), "weights must be finite numbers above 0, and source 1 has nan"),
+        (([1, 1], [1]), "there must be one weight for each of the 2 sources"),
+        (([1, 1], [(0, [0, 0])]), "at least one weight must be above 0"),
+        (([1, 1], [(0, [1, 0]), (5, [1, 0])]), "each source must have a weight above 0 at some step, and source 1"),
+        (([1, 1], [(5, [1, 1])]), "weights that change must be for steps that begin with 0"),
+        (([1], [1], {"stop": "last"}), "stop must be"),
+        (([1], [1], {"stop": 0}), "stop must be a whole number >= 1"),
+        (([1, 1], [(0, [1, 1]), (1, [1, 0])], {"stop": "all"}), "source 1 is never used up"),
+        (([1], [1], {"epoch_size": 0}), "epoch_size must be a whole number >= 1"),
+        (([1], [1], {"seed": -1}), "seed must be a whole number >= 0"),
+    ],
+)
+def test_what_makes_no_sense_is_an_error(arguments, error):
+    sources, weights, options = (*arguments, {})[:3]
+    with pytest.raises((ValueError, TypeError), match=error.replace("(", r"\(")):
+        Mixture(sources, weights, **options)
+
+
+def test_what_it_tells_of_itself():
+    text = Mixture([40, 10], [3, 1], epoch_size=40).describe()
+    assert "40 in an epoch, of 50 in 2 sources" in text
+    assert "30 samples, 75.000% of the epoch; 0.750 times its 40" in text
