@@ -23,7 +23,7 @@ FILES_others := $(addprefix tests/,$(sort $(filter-out $(PARTS),$(FOLDERS))))
 PYTEST := $(PY) -m pytest $(SELECTED)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full docs chaos bench bench-quick bench-check lint format types clean $(PARTS)
+.PHONY: help demo test test-full test-versions docs chaos bench bench-quick bench-check lint format types clean $(PARTS)
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -41,6 +41,9 @@ test: lint ## lint, types, tests (sampled where a full run takes long) and bench
 test-full: lint docs $(FULL_READY) ## the same with every test, and the documentation
 	$(call run_tests,)
 	@$(PY) benchmarks/check.py
+
+test-versions: $(READY) ## other versions of Python, torch, NumPy and Ray, into the README's table; takes hours and 6 GB for each
+	@$(PY) tests/versions/matrix.py
 
 docs: $(DOCS_READY) ## build the documentation site in build/docs
 	@$(PY) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs

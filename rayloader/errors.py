@@ -102,12 +102,18 @@ class ReplicaMemoryError(ReplicaError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an exception, on Python 3.10 too (where tracebacks do not show it, but `__notes__` holds it)."""
+    """Adds a note to an exception, on Python 3.10 too (where tracebacks do not show it, but `__notes__` holds it).
+
+    It comes before those of `pickle`, which on Python 3.14 name the way to what can't be pickled, a line for each step.
+    """
     with contextlib.suppress(Exception):  # the user's class may not allow attributes: its error matters more
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:
-            error.__dict__.setdefault("__notes__", []).append(note)
+        notes = error.__dict__.setdefault("__notes__", [])
+        notes.insert(len(own_notes(error)), note)
+
+
+def own_notes(error: BaseException) -> list[str]:
+    """The notes of an exception, without those of `pickle`."""
+    return [note for note in getattr(error, "__notes__", ()) if not str(note).startswith("when serializing ")]
 
 
 def shorten(error: BaseException, says_all: bool) -> None:

@@ -16,13 +16,20 @@ correct. They bind `epoch/`, and code that `next()` calls in the user's thread.
 2. Changes of what the engine owns are marked before and after (`change`). If a foreign exception interrupts one, the
    epoch is `broken`: `next()` says so, and the next `iter()` starts with fresh workers. The position is right
    nevertheless, because it counts only batches that were handed over.
-3. Locks that the user's thread takes are implemented in C, and waits are one call of a lock or of `select.epoll`.
+3. Locks that the user's thread takes are of `new_lock`, and waits are one call of a lock or of `select.epoll`.
 4. No generator is left before its end, by `any` or `next` for instance: an exception that a handler raises while Python
    closes it is printed and dropped. That is why lists are used where generators would do.
 5. An exception from opening a batch is attributed to the data only if opening it again raises as well. In `__del__`
    Python prints and drops a handler's exception, as it does everywhere.
 6. An `Exception` raised while the sampler draws counts as the sampler's, because a handler's cannot be told from it. It
    takes the place of a batch, as with torch's loader, which is why handlers should raise a `BaseException`.
+
+NOTE [with]
+`with lock:` enters and leaves a lock of CPython's in C. On Python 3.14 a handler may run when `__enter__` has returned
+and the block does not count as entered yet (CPython's issue 148874): the lock is then held for ever. No handler runs
+there if `__enter__` is a function in Python. So `new_lock` gives a lock whose `__enter__` is one: it takes the lock and
+notes that it has it in one call in C, and lets go of it if a handler raises after that call. Its `__exit__` remains the
+one in C, as no handler must run before it.
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain, starmap
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rayloader.errors import RayloaderError
 
@@ -44,6 +51,32 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # How long a wait may miss a ring that an interrupt has swallowed, in seconds; each such period costs one wake-up.
 TICK_S = 0.1
+_WITH_IS_SAFE = sys.version_info[:2] != (3, 14)  # see NOTE [with]
+_ONCE = [()]  # a call without arguments
+
+
+def new_lock(*, reentrant: bool = True) -> threading.RLock:
+    """A lock for `with` that a handler's exception leaves free, on each version of Python; see NOTE [with]."""
+    lock = threading.RLock() if reentrant else threading.Lock()
+    return cast(threading.RLock, lock if _WITH_IS_SAFE else GuardedLock(lock))
+
+
+class GuardedLock:
+    """A lock of CPython's, as `new_lock` gives it on Python 3.14."""
+
+    __slots__ = ("__exit__", "acquire", "release")  # `with` finds the first in C, too
+
+    def __init__(self, lock: Any) -> None:
+        self.acquire, self.release, self.__exit__ = lock.acquire, lock.release, lock.__exit__
+
+    def __enter__(self) -> None:
+        held: list[bool] = []
+        try:
+            return held.extend(starmap(self.acquire, _ONCE))  # leaves no line between here and the block
+        except BaseException:
+            if held:
+                self.release()
+            raise
 
 
 class Bell:
@@ -132,6 +165,7 @@ class DaemonThread(threading.Thread):
 
     def __init__(self, work: Callable[[], object], name: str) -> None:
         super().__init__(target=work, name=name, daemon=True)
+        self._work = work
         self._pid = os.getpid()
         self._unclaimed = threading.Lock()  # held from when it is being started, or given up
         self._begun = False
@@ -171,6 +205,7 @@ class DaemonThread(threading.Thread):
             try:
                 super().start()
             except BaseException as error:  # any error: it is raised where the thread is needed
+                super().__init__(target=self._work, name=self.name, daemon=True)  # Python starts none twice
                 self._error = error
                 self._unclaimed.release()
                 self._changed.ring()

@@ -6,6 +6,7 @@ imports Ray.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import weakref
@@ -33,10 +34,12 @@ from rayloader.options import (
     Seeding,
     Workers,
     check,
+    check_means,
     check_name,
     check_remote_args,
     check_types,
     checked_num_workers,
+    lacking,
     target_of,
 )
 from rayloader.resume.samplers import SHARDS, chain_of, note_first_attributes, tell_epoch
@@ -294,13 +297,20 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         prefetch_to_device: int | None = None,
         skip_steps: Given = None,
         provenance: str | os.PathLike[str] | None = None,
+        **of_newer_torch: Any,
     ) -> None:
+        if of_newer_torch.get("worker_method") == "thread":
+            raise ValueError(
+                "worker_method='thread' asks for workers that are threads, and rayloader's are processes; leave it "
+                "out, or use torch's own loader"
+            )
         check_types(num_workers, timeout, prefetch_factor)
         self._recorder = Recorder()
         self._position: Any = None  # of the last iterator
         self._state: State | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
+        self._in_torchs_epoch = False  # torch's own workers have begun one, see `epoch/torchs.py`
         self._before: EarlierState | None = None  # of the last iterator, if its reader may be ahead of the program
         # The loader from which a framework has rebuilt this one; and whether such a rebuilt one was read since.
         self._source = source_of(num_workers, dataset)
@@ -355,6 +365,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
             in_order=in_order,
+            **of_newer_torch,
         )
         if type(self.batch_sampler) in SHARDS:
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for a sampler whose epoch they set
@@ -411,6 +422,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     def _get_iterator(self) -> BaseIterator:
         if self.num_workers == 0:
             return self._get_local_iterator()
+        if lacking():
+            from rayloader.epoch.torchs import torchs_iterator
+
+            return torchs_iterator(self)
         from rayloader.epoch.iterator import EpochIterator
 
         # What the program has set since the loader was created takes effect at this `iter()`, as with torch.
@@ -426,7 +441,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         from rayloader.epoch.local import LocalIterator
 
         iterator = LocalIterator(self, self._state)
-        self._state, self._of_other_workers = None, False
+        self._state, self._of_other_workers, self._in_torchs_epoch = None, False, False
         self._position, self._last_iterator = iterator.position, None
         return iterator
 
@@ -574,6 +589,10 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
         if self._state is not None:
             return checkpoint.still(self, self._state)
+        if self._in_torchs_epoch:
+            from rayloader.epoch.torchs import no_place
+
+            raise no_place("can't be saved")
         iterator = self.live_iterator
         if iterator is not None:
             iterator.tell_positions()
@@ -615,7 +634,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         else:
             self._state = checkpoint.load(self, State.load(state_dict)) if state_dict != {} else None
         self._iterator = self._before = None
-        self._read_anew = False
+        self._read_anew = self._in_torchs_epoch = False
 
     def batch_at(
         self,
@@ -671,6 +690,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             "_before": None,
             "_source": no_loader,
             "_read_anew": False,
+            "_in_torchs_epoch": False,
         }
         if self.provenance is not None:  # where this process means it to be
             own["provenance"] = os.path.join(os.getcwd(), os.fspath(self.provenance))
@@ -679,6 +699,18 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._sign_num_workers()
+
+
+def _tell_parameters(function: Any) -> None:
+    """Shows the keywords of a newer torch by their names: frameworks rebuild a loader from what its signature names."""
+    own, torchs = (inspect.signature(one).parameters for one in (function, TorchDataLoader.__init__))
+    named = [one for one in own.values() if one.kind is not one.VAR_KEYWORD]
+    newer = [one.replace(kind=one.KEYWORD_ONLY) for name, one in torchs.items() if name not in own]
+    newer = [one for one in newer if torchs[one.name].kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    function.__signature__ = inspect.Signature([*named, *newer])
+
+
+_tell_parameters(DataLoader.__init__)
 
 
 def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None, **ray_options: Any) -> None:
@@ -699,6 +731,7 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
     """
     num_workers = checked_num_workers(num_workers)
     check_remote_args(ray_remote_args)
+    check_means("rayloader.init()")
     from rayloader.actors import pool
 
     pool.init(num_workers, dict(ray_remote_args or {}), ray_options)

@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import operator
 import os
+import socket
 import sys
 import warnings
 from dataclasses import dataclass, fields
@@ -34,6 +35,25 @@ Seeding = Literal["worker", "batch"]
 Scheduling = Literal["static", "dynamic"]
 OnTimeout = Literal["raise", "restart"]
 OnError = Literal["raise", "skip"]
+
+
+def lacking() -> str:
+    """What rayloader's workers need and this system lacks; empty if that is nothing."""
+    if sys.platform != "linux":
+        return f"they need Linux, and this is {sys.platform!r}"
+    names = [(os, "fork"), (os, "memfd_create"), (socket, "AF_UNIX"), (socket, "send_fds")]
+    missing = [f"{module.__name__}.{name}" for module, name in names if not hasattr(module, name)]
+    return f"this Python lacks {', '.join(missing)}" if missing else ""
+
+
+def check_means(what: str) -> None:
+    """Checks that rayloader's workers can be had.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if why := lacking():
+        raise ValueError(f"{what} needs rayloader's own workers, which can't be had here: {why}; leave it out")
 
 
 class AutomaticPrefetch(int):
@@ -245,13 +265,7 @@ def _needs_actors(loader: Any) -> bool:
 
 
 def check_forks(workers: Workers) -> None:
-    """Checks that workers can be forks; warns once if the program has asked `multiprocessing` for other processes.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    if sys.platform != "linux":
-        raise ValueError('workers can be forks only on Linux; use workers="ray", which starts Ray, or num_workers=0')
+    """Warns once if the program has asked `multiprocessing` for other processes than forks."""
     method = multiprocessing.get_start_method(allow_none=True)
     if workers == "auto" and method not in (None, "fork", multiprocessing.get_all_start_methods()[0]):
         _warn_of_forks(method)

@@ -34,7 +34,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +43,7 @@ from typing import IO, Any
 from rayloader.actors._compat_ray import can_choose_workers, own_start
 from rayloader.actors.default_worker import HASH_SEED, MADE, REPORT, SERVE, VARIABLE, is_hash_seed_chosen
 from rayloader.errors import RaySessionError
+from rayloader.interrupts import new_lock
 from rayloader.transport.line import LineError, LineSocket
 from rayloader.transport.local_line import listen
 
@@ -59,7 +59,7 @@ logger = logging.getLogger("rayloader")
 
 # Held while a process is started, and while this one forks. `Popen` waits for the end of a pipe of its own, which a
 # fork that another thread makes at that moment would keep open for as long as it lives.
-starting = threading.RLock()
+starting = new_lock()
 os.register_at_fork(before=starting.acquire, after_in_parent=starting.release, after_in_child=starting.release)
 
 
@@ -115,7 +115,7 @@ class ExitReports:
 
     def __init__(self, descriptor: int | None) -> None:
         self.descriptor = descriptor
-        self._reading = threading.RLock()
+        self._reading = new_lock()
         self._reports: dict[int, int] = {}  # the last one on each process
 
     def exit_status(self, pid: int) -> int | None:

@@ -23,7 +23,6 @@ import contextlib
 import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -33,6 +32,7 @@ from ray.exceptions import RayError
 
 from rayloader.actors._compat_ray import on_completed
 from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, wait_for
+from rayloader.interrupts import new_lock
 from rayloader.workers.connection import NONE_YET
 from rayloader.workers.janitor import janitor
 
@@ -59,7 +59,7 @@ class Lifetimes:
 
     def __init__(self, alive: Callable[[], bool]) -> None:
         self._alive = alive
-        self._lock = threading.Lock()
+        self._lock = new_lock(reentrant=False)
         self.actors: list[Actor] = []
         self.closed = False
 

@@ -17,7 +17,6 @@ import functools
 import gc
 import itertools
 import os
-import threading
 import time
 import uuid
 from collections import defaultdict
@@ -37,7 +36,7 @@ from rayloader.actors.lifetimes import Lifetimes
 from rayloader.actors.placement import Draining, Placement
 from rayloader.actors.process import WorkerProcess
 from rayloader.errors import RaySessionError, add_note
-from rayloader.interrupts import TICK_S, Bell, DaemonThread
+from rayloader.interrupts import TICK_S, Bell, DaemonThread, new_lock
 from rayloader.observe.metrics import Metrics
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import ray_use
@@ -271,7 +270,7 @@ def _key(remote_args: dict[str, Any]) -> bytes:
 
 
 _pool: Pool | None = None
-_pool_lock = threading.Lock()
+_pool_lock = new_lock(reentrant=False)
 _failure: BaseException | None = None  # of `init`, not yet raised
 _abandoned: Any = None  # what the parent of this forked process owns
 
@@ -345,7 +344,7 @@ def _forget_after_fork() -> None:
     """A forked child has neither our threads nor Ray's: it must not touch the parent's actors."""
     global _pool, _pool_lock, _abandoned, _failure
     _abandoned = _pool  # kept: dropping its references would call Ray
-    _pool, _pool_lock, _failure = None, threading.Lock(), None
+    _pool, _pool_lock, _failure = None, new_lock(reentrant=False), None
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayloader.errors import add_note
+from rayloader.errors import add_note, own_notes
 from rayloader.protocol import Replica, carried
 from rayloader.random.generators import RECORDED
 from rayloader.transport import codec, unpicklable
@@ -68,7 +68,7 @@ def encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
 
 def in_short(error: Exception) -> str:
     """An error of `encode_replica`: its note, if it has one."""
-    return "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
+    return "; ".join(own_notes(error)) or f"{type(error).__name__}: {error}"
 
 
 def _explained(replica: Replica) -> str | None:

@@ -52,7 +52,7 @@ from rayloader.actors.fork_server import ExitReports, ForkServer, start_ray, wit
 from rayloader.actors.private_files import keep_token_private, new_folder
 from rayloader.actors.signals import SignalHandlers
 from rayloader.errors import RaySessionError
-from rayloader.interrupts import Bell, DaemonThread
+from rayloader.interrupts import Bell, DaemonThread, new_lock
 from rayloader.workers import ray_use
 from rayloader.workers.janitor import janitor
 
@@ -89,8 +89,8 @@ _started: SessionName | None = None  # the Ray that was started here
 _starter: _Starter | None = None  # from the first use of a Ray until that Ray is shut down
 logger = logging.getLogger("rayloader")
 _ray: ModuleType | None = None  # once it was needed
-_importing = threading.RLock()
-_shutdown_lock = threading.RLock()  # held by `ray.shutdown`, and by our thread while it may call Ray
+_importing = new_lock()
+_shutdown_lock = new_lock()  # held by `ray.shutdown`, and by our thread while it may call Ray
 
 
 def imported() -> ModuleType:
@@ -370,7 +370,7 @@ def _wrap(ray: ModuleType) -> None:
 def forget() -> None:
     """To be called in a forked child, which must neither end nor use its parent's Ray."""
     global _started, _starter, _shutdown_lock, _importing
-    _shutdown_lock, _importing = threading.RLock(), threading.RLock()  # the parent's may have been held
+    _shutdown_lock, _importing = new_lock(), new_lock()  # the parent's may have been held
     if _starter is not None:
         ray_use.forked |= not _starter.done
         _starter.forget()

@@ -30,23 +30,26 @@ share these counts, and the header lists the runs whose samples were chosen.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import mmap
 import os
 import random
 import struct
-import threading
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rayloader.data import plain_samples
+from rayloader.interrupts import new_lock
 from rayloader.observe.stats import CacheStats
 from rayloader.transport import codec
 from rayloader.transport.memory_file import available, map_private
 from rayloader.transport.raw import new_memory
+
+if sys.platform != "win32":  # where no store can be opened
+    import fcntl
 
 FORMAT = 0x7261_796C_6F61_6403  # of the file, with its version in the last byte
 ABSENT = object()  # instead of a sample
@@ -402,13 +405,13 @@ class _Lock:
     _own = -1  # for `__del__`, if the constructor was interrupted
 
     def __init__(self, fd: int) -> None:
-        self.pid, self._mutex = os.getpid(), threading.Lock()
+        self.pid, self._mutex = os.getpid(), new_lock(reentrant=False)
         self.slot: int | None = None
         self._own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a fork shares the locks of its parent's
 
     def alone(self, work: Callable[[], _T]) -> _T:
         """Does it under the lock, which is free afterwards, whatever interrupts; see NOTE [Publishing]."""
-        with self._mutex:  # entered and left in C
+        with self._mutex:
             try:
                 fcntl.flock(self._own, fcntl.LOCK_EX)
                 return work()

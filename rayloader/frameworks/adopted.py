@@ -27,7 +27,7 @@ from rayloader.errors import OfOneProcess, level_outside
 from rayloader.frameworks.rebuilt import ADOPTED, is_adopted
 from rayloader.loader import DataLoader, no_loader
 from rayloader.observe.recorder import Recorder
-from rayloader.options import OwnArguments, check, checked_num_workers
+from rayloader.options import OwnArguments, check, checked_num_workers, lacking
 from rayloader.resume.samplers import note_first_attributes
 
 _DEFAULTS = {
@@ -95,6 +95,8 @@ class Adopted:
         """Why it can't get our iterators, with the remedy; None if it can."""
         if self.own["num_replicas"] is not None or self.own["rank"] is not None:
             return "num_replicas and rank divide the data of a rayloader.DataLoader alone; create one in its place"
+        if self.num_workers > 0 and (why := lacking()):
+            return f"rayloader's own workers can't be had here: {why}"
         # Torch would refuse a context without workers.
         context = self.multiprocessing_context if self.num_workers > 0 else None
         if isinstance(context, BaseContext) and type(context).__module__ != BaseContext.__module__:

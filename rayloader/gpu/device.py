@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from typing_extensions import override
 
 from rayloader._compat import current_accelerator
 from rayloader.errors import RayloaderError
+from rayloader.interrupts import new_lock
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 # Results of cudaHostUnregister after which nothing is registered there: success, and that nothing was, for instance
@@ -147,7 +147,7 @@ class Marks:
 
     def __init__(self, record: Callable[[], Event]) -> None:
         self._record = record
-        self._lock = threading.Lock()
+        self._lock = new_lock(reentrant=False)
         self._waiting: list[_Later] = []
 
     def event(self) -> Event:

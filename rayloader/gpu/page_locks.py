@@ -23,12 +23,11 @@ import bisect
 import contextlib
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
 from rayloader.gpu.device import Accelerator, AcceleratorError, Event
-from rayloader.interrupts import Bell, DaemonThread
+from rayloader.interrupts import Bell, DaemonThread, new_lock
 
 logger = logging.getLogger("rayloader")
 
@@ -50,7 +49,7 @@ class PageLocks:
         self.accelerator = accelerator
         self._start = start
         self._blocks = blocks
-        self._lock = threading.Lock()  # while a block is being locked or unlocked
+        self._lock = new_lock(reentrant=False)  # while a block is being locked or unlocked
         self._locked: set[tuple[int, int]] = set()
         self._closed = False
         self._held: deque[tuple[Event, list[int]]] = deque()
@@ -161,7 +160,7 @@ class Unlocker:
     def forget(self) -> None:
         """To be called in a forked child: the arenas and the thread are its parent's."""
         self._bell = Bell()  # a batch has died, or there is another arena
-        self._lock = threading.RLock()  # a finalizer may come while its thread has it
+        self._lock = new_lock()  # a finalizer may come while its thread has it
         self._retired: list[Callable[[], bool]] = []  # `unlock` of each arena
         self._thread: DaemonThread | None = None
         self._has_warned = False
@@ -231,4 +230,5 @@ class Unlocker:
 
 unlocker = Unlocker()
 atexit.register(unlocker.end)
-os.register_at_fork(after_in_child=unlocker.forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=unlocker.forget)

@@ -10,7 +10,6 @@ Values are labelled with the loader's name. Loaders with the same name are added
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import defaultdict
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayloader.interrupts import new_lock
 from rayloader.observe.recorder import Recorder
 from rayloader.observe.stats import Period
 
@@ -78,7 +78,7 @@ class Metrics:
         self._counters: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
         self._reported: tuple[_Reported, ...] = ()  # replaced as a whole
-        self._lock = threading.Lock()
+        self._lock = new_lock(reentrant=False)
         self._due = 0.0  # time.monotonic(): when to report next
 
     def watch(self, loader: Any) -> bool:

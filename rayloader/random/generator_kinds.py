@@ -27,6 +27,7 @@ BIT_GENERATORS = {
 }
 # Of NumPy's bit generators, where the next number lies, and the greatest one that there is.
 _PLACES = ((np.random.MT19937, ("state", "pos"), 624), (np.random.Philox, ("buffer_pos",), 4))
+_PLAIN = {int, float, str, bytes, bool, type(None)}
 _MOST_WORDS = 1024  # of a seed sequence's pool, which takes the square of that many steps to fill; NumPy's own are 4
 _TORCH = struct.Struct("<8xi4xQ")  # of a state: numbers left until it makes new ones, and where the next one lies
 
@@ -107,6 +108,21 @@ def _set_seed(seed: Any, state: dict[str, Any]) -> None:
     """Sets it in place, because the program may hold it too; NumPy itself does so when unpickling."""
     if type(seed) is np.random.SeedSequence:
         seed.__setstate__(np.random.SeedSequence(**state).__reduce__()[2])  # type: ignore[attr-defined]
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two states have the same values. Pickles also tell which parts are one object, and what is writable."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, np.ndarray) and not a.dtype.hasobject:
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(value, b[key]) for key, value in a.items())
+    if isinstance(a, (tuple, list)) and not _PLAIN.issuperset(map(type, (*a, *b))):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    if isinstance(a, (tuple, list, np.generic, *_PLAIN)):
+        return bool(a == b)
+    return pickle.dumps(a, 4) == pickle.dumps(b, 4)  # of a class of the user's
 
 
 def suit(generators: list[Any], states: Sequence[Any]) -> bool:

@@ -269,5 +269,5 @@ def _is_global(found: Found) -> bool:
 
 
 def _picture(generator: Any) -> bytes:
-    """Its state, to be compared."""
-    return pickle.dumps(state_of(generator))
+    """Its state, to be compared: protocol 5 would also tell which arrays are writable."""
+    return pickle.dumps(state_of(generator), 4)

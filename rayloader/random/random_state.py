@@ -6,7 +6,6 @@ Promise: `restore` restores exactly what `capture` has read, in this process or 
 from __future__ import annotations
 
 import ctypes
-import pickle
 import random
 from collections import deque
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from rayloader import _compat
-from rayloader.random.generator_kinds import set_state, state_of
+from rayloader.random.generator_kinds import same_state, set_state, state_of
 from rayloader.random.generators import Located
 
 _Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
@@ -64,8 +63,8 @@ class RandomState(NamedTuple):
             None if self.python == before.python else self.python,
             None if self.torch == before.torch else self.torch,
             self._numpy_since(before),
-            None if _same(self.others, before.others) else self.others,
-            None if _same(self.located, before.located) else self.located,
+            None if same_state(self.others, before.others) else self.others,
+            None if same_state(self.located, before.located) else self.located,
         )
 
     def equals(self, other: RandomState) -> bool:
@@ -73,23 +72,19 @@ class RandomState(NamedTuple):
         return (
             self.torch == other.torch
             and self.python == other.python
-            and _same(self.others, other.others)
-            and _same(self.located, other.located)
+            and same_state(self.others, other.others)
+            and same_state(self.located, other.located)
             and (self.numpy is other.numpy or self._numpy_since(other) is None)
         )
 
     def _numpy_since(self, before: RandomState) -> _Numpy | None:
         if self.numpy is None or self.numpy is before.numpy:
             return None
-        return None if before.numpy is not None and _same(self.numpy[1], before.numpy[1]) else (b"", self.numpy[1])
+        return None if before.numpy is not None and same_state(self.numpy[1], before.numpy[1]) else (b"", self.numpy[1])
 
     def over(self, before: RandomState) -> RandomState:
         """The inverse of `since`."""
         return RandomState._make(b if a is None else a for a, b in zip(self, before, strict=True))
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or pickle.dumps(a) == pickle.dumps(b)
 
 
 def _torch_state() -> bytes:

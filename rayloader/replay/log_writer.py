@@ -21,7 +21,6 @@ import logging
 import os
 import re
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -34,6 +33,7 @@ import pyarrow as pa
 import torch
 
 from rayloader.errors import RayloaderError
+from rayloader.interrupts import new_lock
 from rayloader.observe.recorder import Tally
 from rayloader.replay.provenance import BEGIN, KEY, SCHEMA, Log, end_of, read
 from rayloader.resume import checkpoint
@@ -62,7 +62,7 @@ class LogFile:
 
     def __init__(self, path: Path, descriptor: int, end: int) -> None:
         self.path = path
-        self.lock = threading.RLock()
+        self.lock = new_lock()
         self.queue: list[Any] = []  # messages to be written, as Arrow's buffers, oldest first
         self._descriptor = descriptor
         self._end = end
@@ -120,7 +120,7 @@ class LogFile:
         """In a forked child: the file, its lock and what is not written yet are the parent's."""
         self.queue = []
         self.close()
-        self.lock = threading.RLock()
+        self.lock = new_lock()
 
     def __del__(self) -> None:
         self.close()

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import RayloaderError, ReplayError, StateError
-from rayloader.options import is_whole
+from rayloader.options import check_means, is_whole
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import in_words
 from rayloader.resume import checkpoint
@@ -192,6 +192,7 @@ def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int,
         raise RayloaderError(
             "batch_at() can't be called in a worker, which may have no processes; call it in the program"
         )
+    check_means("batch_at()")
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayloader import fetching
+from rayloader.interrupts import new_lock
 from rayloader.resume.journal import Journal
 from rayloader.resume.samplers import Samplers, Start
 from rayloader.task import NothingSkipped
@@ -63,7 +63,7 @@ class Position:
     def __init__(
         self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool, epochs_begun: int = 0
     ) -> None:
-        self.lock = threading.RLock()  # taken and released in C: no interrupt comes in between, unlike with a Condition
+        self.lock = new_lock()
         self.handed: Any = None  # the `Task` whose batch the user was given last
         self.samplers = self._samplers_now = samplers
         self.base_seed = base_seed

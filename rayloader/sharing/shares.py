@@ -20,7 +20,7 @@ from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.gpu.to_device import pinned
 from rayloader.host.shard_info import ranks_told
 from rayloader.loader import DataLoader
-from rayloader.options import PREFETCH_BYTES, check_name, check_remote_args, is_whole
+from rayloader.options import PREFETCH_BYTES, check_means, check_name, check_remote_args, is_whole
 from rayloader.resume.state import State
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def share(
     if name is not None:
         check_name(name)
     check_remote_args(ray_remote_args)
+    check_means("share()")
     from rayloader.sharing import link
     from rayloader.sharing.messages import Terms
 
@@ -106,6 +107,7 @@ def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
         ValueError: the share has fewer consumers.
     """
     check_name(name)
+    check_means("shared()")
     from rayloader.sharing import link
 
     return Consumer(link.find(name, timeout), name, rank)

@@ -16,13 +16,13 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
+from rayloader.interrupts import new_lock
 from rayloader.transport import codec, raw
 from rayloader.transport.arena import Arena, ArenaError, ArenaWriter, Leases, Slot, lease_of
 from rayloader.transport.memory_file import FileAddress
@@ -344,7 +344,7 @@ class Recycled:
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock(reentrant=False)
         self._closed = False
         self._lane, self._own = ArenaLane("copies"), WorkerLane()
         self._lane.accelerator = accelerator

@@ -30,7 +30,6 @@ import select
 import socket
 import struct
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from rayloader.errors import RayloaderError
+from rayloader.interrupts import new_lock
 
 HEADER = struct.Struct("<QI")  # length of the message that follows the sizes, and how many buffers are behind it
 _SIZE = struct.Struct("<Q")  # of a buffer
@@ -155,7 +155,7 @@ class Line:
         self._parcel: Parcel | None = None  # whose buffers are arriving
         self._rest: deque[memoryview] = deque()  # where their missing bytes go
         self._arrived: deque[Message] = deque()
-        self._sending, self._reading = threading.Lock(), threading.Lock()
+        self._sending, self._reading = new_lock(reentrant=False), new_lock(reentrant=False)
         self.closed = False
         self.ended = False
         self.fault = ""

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,12 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux, the same on all its commo
 # Smaller sizes are not checked: the check would cost more than it is worth.
 _SMALL = 1 << 24
 
-libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-libc.mmap.restype = ctypes.c_void_p
+if sys.platform != "win32":  # which has neither, and no memory files
+    import fcntl
+
+    libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the GIL
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
 
 
 class MemoryFileError(RayloaderError):

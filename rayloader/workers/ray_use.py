@@ -41,4 +41,5 @@ def _note_fork() -> None:
     forked = forked or _is_connected()
 
 
-os.register_at_fork(after_in_child=_note_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_note_fork)

@@ -32,7 +32,6 @@ import pickle
 import select
 import signal
 import socket
-import threading
 import time
 import warnings
 import weakref
@@ -41,6 +40,7 @@ from typing import Any, NoReturn
 
 from rayloader._compat import run_as_process
 from rayloader.errors import WorkerStartError, warning_at_the_users_line
+from rayloader.interrupts import new_lock
 from rayloader.transport.line import SENDING, poll
 from rayloader.transport.local_line import flush_streams
 
@@ -81,7 +81,7 @@ class Zygote:
 
     def __init__(self, work: Callable[[int], object]) -> None:
         self._driver = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._numbers = itertools.count(1)
         self._unanswered = 0  # questions
         self._heard_at = 0.0  # time.monotonic(): of its last answer, or of the first question after that

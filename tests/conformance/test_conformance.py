@@ -149,3 +149,20 @@ def test_same_as_torch_where_iterating_starts_the_workers(case, workers, referen
     difference = first_difference(reference[FRESH], records[FRESH])
     if difference:
         pytest.fail(difference, pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("way", "method", "step"),
+    [("macOS", "fork", 9), ("no memory files", "fork", 31), ("Windows", "spawn", 4), ("no forks", "spawn", 5)],
+)
+def test_same_as_torch_where_its_own_workers_are_at_work(way, method, step, tmp_path):
+    """A sample of the cases; with three workers torch's advice depends on how it counts CPUs."""
+    names = [case.name for case in CASES if case.actors == method and not case.full and "-w3" not in case.name][::step]
+    assert names
+    (tmp_path / "torchs").mkdir()
+    torchs = Records(tmp_path / "torchs", "reference.py", *names)
+    records, expected = Records(tmp_path, "without_linux.py", way, *names).read(), torchs.read()
+    if method == "spawn":
+        expected = {name: expected[SPAWNED.format(name)] for name in names}
+    differences = {name: first_difference(expected[name], records[name]) for name in names}
+    assert not any(differences.values()), differences

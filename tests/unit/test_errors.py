@@ -7,7 +7,7 @@ import pytest
 from torch._utils import ExceptionWrapper
 
 import rayloader
-from rayloader.errors import add_note
+from rayloader.errors import add_note, own_notes
 
 ERRORS = [getattr(rayloader, name) for name in rayloader.__all__ if name.endswith("Error")]
 
@@ -25,6 +25,15 @@ def test_a_copy_has_text_and_attributes(kind, again):
     error = again(made(kind))
     assert (type(error), str(error), error.__notes__) == (kind, "what happened", ["and where"])
     assert getattr(error, "worker_id", 3) == 3
+
+
+def test_our_notes_come_before_those_of_pickle_and_in_their_order():
+    error = TypeError("cannot pickle")
+    error.__notes__ = ["of the user's", "when serializing dict item 'a'", "when serializing list item 0"]
+    add_note(error, "culprit")
+    add_note(error, "remedy")
+    assert error.__notes__[:3] == own_notes(error) == ["of the user's", "culprit", "remedy"]
+    assert len(error.__notes__) == 5
 
 
 @pytest.mark.parametrize("kind", ERRORS)

@@ -15,6 +15,7 @@ from rayloader.actors import actors as actors_module
 from rayloader.actors import pool, session
 from rayloader.actors.actors import Actors
 from rayloader.epoch import hosts
+from rayloader.errors import own_notes
 from rayloader.protocol import Replica
 from rayloader.resume.journal import Journal
 from rayloader.workers.connection import NONE_YET, Channel, ProcessLost
@@ -574,4 +575,4 @@ def test_a_dataset_that_ray_cannot_send_is_an_error_where_actors_must_build(
     error, kept = lent(needs_actors=needs_actors, one_node=one_node)
     assert not kept.forks
     assert [note.partition(":")[0] for note in error.__notes__][:1] == ["It cannot be sent to the workers"]
-    assert 'use workers="fork"' in error.__notes__[-1]
+    assert 'use workers="fork"' in own_notes(error)[-1]

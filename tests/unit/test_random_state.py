@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
 
+from rayloader.random.generator_kinds import same_state, set_state, state_of
 from rayloader.random.packed import pack, unpack
 from rayloader.random.random_state import RandomState, Rewind, seed_torch
 from rayloader.random.search import search
@@ -53,6 +55,71 @@ def test_a_draw_makes_another_state(draw):
     assert before == picture()
     draw()
     assert before != picture()
+
+
+def with_arrays(state, change):
+    """A state whose arrays are changed."""
+    if isinstance(state, np.ndarray):
+        return change(state)
+    if isinstance(state, dict):
+        return {key: with_arrays(value, change) for key, value in state.items()}
+    return tuple(with_arrays(part, change) for part in state) if isinstance(state, tuple) else state
+
+
+def read_only(array):
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+def one_more(array):
+    return array + 1
+
+
+@pytest.mark.parametrize("kind", [np.random.RandomState, np.random.default_rng, np.random.MT19937, random.Random])
+def test_states_are_the_same_if_their_values_are(kind):
+    generator = kind(3)
+    state = state_of(generator)
+    for same in state_of(generator), with_arrays(state, read_only), pickle.loads(pickle.dumps(state)):
+        assert same_state(state, same)
+        assert RandomState(others=(state,)).since(RandomState(others=(same,))) == RandomState()
+        assert RandomState(others=(state,)).equals(RandomState(others=(same,)))
+    set_state(generator, state_of(kind(4)))
+    assert not same_state(state, state_of(generator))
+    if kind in (np.random.RandomState, np.random.MT19937):
+        assert not same_state(state, with_arrays(state, one_more))
+
+
+def test_the_global_generators_state_is_the_same_with_arrays_that_are_read_only():
+    state = RandomState.capture([])
+    raw, numpy = state.numpy
+    for protocol in 4, 5:  # that of pickles is 5 by default from Python 3.14 on, and tells what is writable
+        same = state._replace(numpy=(b"", pickle.loads(pickle.dumps(with_arrays(numpy, read_only), protocol))))
+        assert state.equals(same)
+        assert same.since(state) == RandomState()
+    assert not state.equals(state._replace(numpy=(raw, with_arrays(numpy, one_more))))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ({"a": [1, 2], "b": "x"}, {"b": "x", "a": [1, 2]}, True),
+        ((1, (2, 3)), (1, (2, 3)), True),
+        ((1, 2), [1, 2], False),
+        ((1, 2), (1, np.arange(2)), False),
+        ((1, 2), (1,), False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        (np.arange(2), np.arange(2, dtype=np.int32), False),
+        (np.arange(4), np.arange(4).reshape(2, 2), False),
+        (np.array([None, "a"]), np.array([None, "a"]), True),
+        (np.array([None, "a"]), np.array([None, "b"]), False),
+        (None, b"", False),
+        (io.BytesIO(b"a"), io.BytesIO(b"a"), True),
+        (io.BytesIO(b"a"), io.BytesIO(b"b"), False),
+    ],
+)
+def test_states_of_any_type_are_compared_by_their_values(a, b, same):
+    assert same_state(a, b) == same_state(b, a) == same
 
 
 def run(rewind, tasks, noise):

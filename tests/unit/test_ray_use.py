@@ -1,6 +1,8 @@
 """Who builds: whether a program uses Ray, and what a loader's own arguments ask for. Without Ray."""
 
+import multiprocessing
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -126,6 +128,25 @@ def test_a_replica_that_ray_cannot_send_is_given_to_forks(built_by, monkeypatch)
     assert built_by(DataLoader(range(4), num_workers=1)) == "forks"
 
 
+@pytest.mark.parametrize("default", ["fork", "forkserver", "spawn"])
+def test_the_default_start_method_of_a_python_is_no_choice_of_the_program(default):
+    program = f"""
+import multiprocessing, sys
+from multiprocessing.context import _concrete_contexts, _default_context
+_default_context._default_context = _concrete_contexts[{default!r}]
+methods = sorted(_concrete_contexts, key={default!r}.__ne__)
+multiprocessing.get_all_start_methods = _default_context.get_all_start_methods = lambda: methods
+from rayloader import DataLoader
+lock = multiprocessing.Lock()  # now it is as if it had been chosen
+assert multiprocessing.get_start_method(allow_none=True) == {default!r}
+for workers in "fork", "auto":
+    assert list(DataLoader(range(4), 2, num_workers=1, collate_fn=list, workers=workers)) == [[0, 1], [2, 3]]
+assert "ray" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("method", "count"), [("spawn", 1), ("forkserver", 1), ("fork", 0)])
 def test_a_start_method_of_the_program_gives_forks_and_one_warning(method, count):
     program = f"""
@@ -142,5 +163,6 @@ assert "ray" not in sys.modules
 print([(str(one.message)[:36], one.filename) for one in caught])
 """
     done = programs.run(program)
-    expected = [("multiprocessing.set_start_method('" + method[:2], "<string>")] * count
+    is_default = method == multiprocessing.get_all_start_methods()[0]  # which is no choice
+    expected = [] if is_default else [("multiprocessing.set_start_method('" + method[:2], "<string>")] * count
     assert (done.stdout, done.returncode) == (f"{expected}\n", 0), done.stderr

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.utils.data import IterableDataset
 import rayloader
 from documents import ROOT
 from rayloader import DataLoader, SharedList
-from rayloader.options import check_forks
 from rayloader.transport import local_line
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -164,12 +162,6 @@ def refused() -> None:
     raise OSError("no more processes")
 
 
-def elsewhere() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "platform", "darwin")
-        check_forks("auto")
-
-
 def with_references() -> None:
     from rayloader.workers.forks import ForkCalls
 
@@ -210,6 +202,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "... must be a whole number >= 0": lambda: DataLoader(range(4), max_skipped=-1),
     "device must be a name": lambda: DataLoader(range(4), device=0),
     "device must name one": lambda: DataLoader(range(4), device="gpu"),
+    "worker_method='thread' asks": lambda: DataLoader(range(4), worker_method="thread"),
     "prefetch_to_device must be": lambda: DataLoader(range(4), prefetch_to_device=0),
     "prefetch_to_device needs": lambda: DataLoader(range(4), prefetch_to_device=2),
     "share() takes a loader without": lambda: rayloader.share(DataLoader(range(4), device="cpu"), consumers=1),
@@ -224,7 +217,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "this process could not be forked": unforked,
     "can't make a local socket": unpaired,
     "the sampler yields references": with_references,
-    "workers can be forks only": elsewhere,
     "SharedList index": lambda: SharedList("ab")[2],
     "cached() needs": lambda: rayloader.cached(object()),
     "max_bytes must": lambda: rayloader.cached([1], "much"),

@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import socket
 import sqlite3
+import sys
 import tarfile
 import tempfile
 import threading
@@ -22,6 +23,10 @@ import pytest
 from rayloader.transport import unpicklable
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.mapped import Mappings
+
+# Where they hold what can't be pickled.
+OF_GZIP = ".myfileobj" if sys.version_info < (3, 14) else ".fileobj"
+OF_THREAD = {(3, 13): "._handle", (3, 14): "._os_thread_handle"}.get(sys.version_info[:2], "._started._cond._lock")
 
 
 @pytest.mark.parametrize("key", [None, b"of its own"])
@@ -53,7 +58,7 @@ def held(tmp_path):
             "text": ("", stack.enter_context(path.open())),
             "closed": ("", closed),
             "written": ("", stack.enter_context(path.open("a"))),
-            "gzip": (".myfileobj", stack.enter_context(gzip.open(tmp_path / "lines.gz"))),
+            "gzip": (OF_GZIP, stack.enter_context(gzip.open(tmp_path / "lines.gz"))),
             "zip": (".fp", stack.enter_context(zipfile.ZipFile(tmp_path / "lines.zip"))),
             "tar": (".fileobj", stack.enter_context(tarfile.open(tmp_path / "lines.tar"))),
             "npz": (".zip.fp", stack.enter_context(np.load(tmp_path / "data.npz"))),
@@ -63,7 +68,7 @@ def held(tmp_path):
             "socket": ("", stack.enter_context(socket.socket())),
             "lock": ("", threading.Lock()),
             "condition": ("._lock", threading.Condition()),
-            "thread": ("._started._cond._lock", threading.Thread()),
+            "thread": (OF_THREAD, threading.Thread()),
             "local": ("", threading.local()),
             "weak": ("", weakref.ref(threading.Thread)),
             "map": ("", stack.enter_context(mmap.mmap(-1, mmap.PAGESIZE))),

@@ -74,6 +74,46 @@ for kind in rayloader.DataLoader, rayloader.DataLoader[int], rayloader.DataLoade
 """
 
 
+KEYWORDS = """
+import inspect, sys
+import torch.utils.data as data
+
+init = data.DataLoader.__init__
+
+def newer(self, *arguments, worker_method="process", **named):
+    if worker_method not in ("process", "thread"):
+        raise ValueError(f"worker_method is {worker_method!r}")
+    self.worker_method = worker_method
+    init(self, *arguments, **named)
+
+data.DataLoader.__init__ = newer
+import rayloader
+
+def message(kind, **named):
+    try:
+        kind(range(4), **named)
+    except (TypeError, ValueError) as error:
+        return type(error).__name__, str(error)
+
+loader = rayloader.DataLoader(range(4), num_workers=int(sys.argv[1]), worker_method="process")
+assert loader.worker_method == "process"
+assert "worker_method" in inspect.signature(rayloader.DataLoader).parameters
+assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+for named in {"worker_method": "x"}, {"unknown": 1}:
+    assert message(rayloader.DataLoader, **named) == message(data.DataLoader, **named) != None, named
+kind, text = message(rayloader.DataLoader, worker_method="thread")
+assert kind == "ValueError" and "rayloader's are processes" in text
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_keywords_that_only_torchs_class_knows_are_handed_on_to_it(num_workers: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KEYWORDS, str(num_workers)], capture_output=True, text=True, timeout=HANG_LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("parameters", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_loader_works_with_any_number_of_type_parameters(tmp_path: Path, parameters: int, num_workers: int) -> None:

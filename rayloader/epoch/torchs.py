@@ -1,0 +1,85 @@
+"""torch's own workers, where this system lacks what rayloader's need: Linux, and a Python that has its means.
+
+Promise: nothing here, and nothing that a loader of such a system imports, needs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+from rayloader._compat import MultiProcessIterator
+from rayloader.errors import StateError, level_outside
+from rayloader.options import Options, check_means, lacking
+from rayloader.resume.checkpoint import goes_on
+
+# Arguments that change batches, or ask for workers of a kind, with what they are where they ask for nothing.
+_OWN = {
+    "workers": "auto",
+    "ray_remote_args": None,
+    "seeding": "worker",
+    "scheduling": "static",
+    "on_timeout": "raise",
+    "on_error": "raise",
+    "device": None,
+    "skip_steps": None,
+    "provenance": None,
+}
+
+
+def torchs_iterator(loader: Any) -> TorchsIterator:
+    """An iterator of torch's workers for a loader of ours.
+
+    Raises:
+        ValueError: the loader asks for what torch's workers don't have.
+        StateError: it has loaded a state from the middle of an epoch.
+    """
+    Options.of(loader)
+    for name, default in _OWN.items():
+        value = getattr(loader, name)
+        if value is not None and not (isinstance(value, (str, dict)) and value in (default, {})):
+            check_means(f"{name}={value!r}")
+    if goes_on(loader, loader._state, loader.num_workers)[0] is not None:
+        raise no_place("can't be continued")
+    _warn(lacking())
+    return TorchsIterator(loader)
+
+
+class TorchsIterator(MultiProcessIterator):
+    """torch's iterator, which tells the loader whether an epoch is under way."""
+
+    def __init__(self, loader: Any) -> None:
+        self._reader = weakref.ref(loader)
+        super().__init__(loader)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        loader._state = loader._position = None
+        loader._in_torchs_epoch = True
+        super()._reset(loader, first_iter)
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            if (loader := self._reader()) is not None:
+                loader._in_torchs_epoch = False
+            raise
+
+
+def no_place(what: str) -> StateError:
+    """The error for a state in the middle of an epoch."""
+    return StateError(
+        f"the middle of an epoch {what} with torch's own workers, which are at work here because rayloader's can't be "
+        f"had: {lacking()}; save states between epochs, or use num_workers=0"
+    )
+
+
+@functools.cache  # says it once
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"rayloader's own workers can't be had here: {why}. Batches come from torch's own workers: the same ones, but "
+        "without the speed, the recovery, and the states in the middle of an epoch that rayloader has on Linux",
+        stacklevel=level_outside("rayloader", "torch"),
+    )

@@ -1,0 +1,99 @@
+"""A program on a system that lacks what rayloader's workers need: torch's own are at work. Prints "the end".
+
+python script_without_linux.py WAY
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from taken_away import take_away
+
+take_away(sys.argv[1])
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from torch.utils.data import DataLoader as TorchDataLoader  # noqa: E402
+
+import rayloader  # noqa: E402
+from rayloader import DataLoader  # noqa: E402
+
+NUMBERS = torch.arange(20)
+
+
+class Derived(TorchDataLoader):
+    """A class that a patch reaches, but does not replace."""
+
+
+def batches(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def shuffled(kind, **options):
+    return kind(NUMBERS, 3, shuffle=True, generator=torch.Generator().manual_seed(5), **options)
+
+
+def check_epochs():
+    for options in {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}:
+        ours, theirs = shuffled(DataLoader, **options), shuffled(TorchDataLoader, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert [batches(ours) for _ in range(2)] == [batches(theirs) for _ in range(2)]
+        yield from (str(one.message) for one in caught)
+        ours.stats()
+
+
+def check_states():
+    for num_workers in 0, 1:
+        loader, other = (shuffled(DataLoader, num_workers=num_workers) for _ in range(2))
+        batches(loader)
+        other.load_state_dict(loader.state_dict())
+        assert batches(other) == batches(loader)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(rayloader.StateError, match="the middle of an epoch can't be saved with torch's own workers"):
+        loader.state_dict()
+    assert len(list(iterator)) == len(loader) - 1
+    loader.state_dict()
+    local, other = shuffled(DataLoader), shuffled(DataLoader)
+    iterator = iter(local)
+    begun = [next(iterator).tolist()]
+    other.load_state_dict(local.state_dict())
+    assert begun + batches(other) == begun + batches(iterator)
+
+
+def check_refusals():
+    for options in (
+        {"workers": "ray"},
+        {"workers": "fork"},
+        {"ray_remote_args": {"num_cpus": 1}},
+        {"seeding": "batch"},
+        {"on_error": "skip"},
+        {"device": "cpu"},
+        {"skip_steps": [1]},
+        {"provenance": "log"},
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* needs rayloader's own workers, which can't be"):
+            iter(DataLoader(NUMBERS, num_workers=1, **options))
+        DataLoader(NUMBERS, num_workers=1, **options)
+    for call in rayloader.init, lambda: rayloader.share(DataLoader(NUMBERS), name="x", consumers=1):
+        with pytest.raises(ValueError, match="needs rayloader's own workers"):
+            call()
+
+
+def check_patch():
+    rayloader.patch()
+    with pytest.warns(UserWarning, match="rayloader.patch.. does not reach .*: rayloader's own workers can't be had"):
+        assert batches(Derived(NUMBERS, 10, num_workers=1)) == batches(TorchDataLoader(NUMBERS, 10))
+
+
+if __name__ == "__main__":
+    (warning,) = check_epochs()
+    assert "Batches come from torch's own workers" in warning, warning
+    check_states()
+    check_refusals()
+    check_patch()
+    assert "ray" not in sys.modules
+    print("the end")

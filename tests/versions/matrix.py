@@ -1,0 +1,181 @@
+"""Runs parts of the tests with other versions of Python, torch, NumPy and Ray, and writes into the README which passed.
+
+    python tests/versions/matrix.py [--folder FOLDER] [--only NAME ...] [--parts PART ...]
+
+For each combination an environment is made in the folder, once, and used again. A Python that this machine lacks comes
+from Debian's sid: as root, a system is unpacked in the folder with debootstrap, and entered with chroot. The first
+run takes long and much room: torch brings its CUDA packages, some 6 GB for each environment. What was run, with the
+counts, is noted in the folder; the table in the README shows the last result of each part, and only what was run.
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README, BEGIN, END = ROOT / "README.md", "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
+HERE = "/rayloader"  # the checkout, where a Python of Debian's sees it
+TOOLS = [
+    "pytest",
+    "hypothesis",
+    "psutil",
+    "packaging",
+    "rich",
+    "typer",
+    "h5py",
+    "datasets",
+    "accelerate",
+    "torchdata",
+    "tqdm",
+    "matplotlib",
+]
+OLDEST = ["numpy==2.0.0", "cloudpickle==3.0.0", "ray==2.52.1"]
+
+# Name: Python, and what is installed in other versions than the newest.
+COMBINATIONS = {
+    "3.11, newest": ("3.11", []),
+    "3.11, oldest": ("3.11", ["torch==2.6.0", "pyarrow==16.1.0", *OLDEST]),
+    "3.13, newest": ("3.13", []),
+    "3.13, oldest": ("3.13", ["torch==2.6.0", "numpy==2.1.0", "cloudpickle==3.0.0", "ray==2.52.1"]),
+    "3.14, newest": ("3.14", []),
+    "3.14, torch 2.13": ("3.14", ["torch==2.13.0"]),
+}
+PARTS = {
+    "smoke": ["tests/versions/smoke.py"],
+    "unit": ["-m", "pytest", "-q", "-m", "not full", "tests/unit", "--ignore=tests/unit/test_docs.py"],
+    "conformance": ["-m", "pytest", "-q", "-m", "not full", "tests/conformance"],
+    "integration": ["-m", "pytest", "-q", "-m", "not full", "tests/integration"],
+    "faults": ["-m", "pytest", "-q", "-m", "not full", "tests/faults"],
+}
+TELL = "import sys, torch, numpy, ray; print(sys.version.split()[0], *(m.__version__ for m in (torch, numpy, ray)))"
+
+
+class Environment:
+    """An environment of one combination, on this system or on one that is unpacked in the folder."""
+
+    def __init__(self, folder: Path, version: str, wanted: list[str]) -> None:
+        self.venv, self.system, self.wanted = folder / "venv", folder / "debian", wanted
+        self.python, found = f"python{version}", shutil.which(f"python{version}")
+        if (
+            self.system.exists()
+            or found is None
+            or subprocess.run([found, "-c", ""], stderr=subprocess.DEVNULL).returncode
+        ):
+            self.venv = Path("/venv")
+            if not self.system.exists():
+                _unpack(self.system, version)
+        else:
+            self.python, self.system = found, Path("/")
+
+    def run(self, *command: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
+        """Runs a command there, in the checkout."""
+        enter, root = [], str(ROOT)
+        if self.system != Path("/"):
+            enter, root = ["chroot", str(self.system)], HERE
+        setting = [
+            f"PYTHONPATH={root}:{root}/tests",
+            "PYTHONDONTWRITEBYTECODE=1",
+            f"PATH={self.venv}/bin:/usr/bin:/bin",
+        ]
+        done = subprocess.run(
+            [*enter, "/usr/bin/env", *setting, "sh", "-c", f'cd {root} && exec "$@"', "sh", *command],
+            stdout=subprocess.PIPE,
+            stderr=None if quiet else subprocess.STDOUT,
+            text=True,
+        )
+        if not quiet:
+            print(done.stdout[-3000:], flush=True)
+        return done
+
+    def make(self) -> None:
+        """Installs what it lacks."""
+        if self.run(f"{self.venv}/bin/python", "-c", TELL, quiet=True).returncode == 0:
+            return
+        print(f"making {self.venv} in {self.system}; torch and its CUDA packages take minutes", flush=True)
+        self.run(self.python, "-m", "venv", str(self.venv)).check_returncode()
+        names = {re.split("[<>=]", one)[0] for one in self.wanted}
+        newest = [name for name in ("torch", "numpy", "ray", "cloudpickle", "pyarrow", *TOOLS) if name not in names]
+        self.run(f"{self.venv}/bin/python", "-m", "pip", "install", "-q", *self.wanted, *newest).check_returncode()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Makes the checkout, and what the kernel shows, visible in the unpacked system."""
+        mounts = [("/proc", "/proc"), ("/dev", "/dev"), (str(ROOT), HERE)] if self.system != Path("/") else []
+        with contextlib.ExitStack() as stack:
+            for source, place in mounts:
+                target = f"{self.system}{place}"
+                Path(target).mkdir(exist_ok=True)
+                subprocess.run(["mount", "--rbind", source, target], check=True)
+                subprocess.run(["mount", "--make-rslave", target], check=True)
+                stack.callback(subprocess.run, ["umount", "-R", "-l", target], check=True)
+            yield
+
+
+def _unpack(system: Path, version: str) -> None:
+    if shutil.which("debootstrap") is None:
+        raise SystemExit(f"no python{version} here: install it, or debootstrap, with which it is had from Debian's sid")
+    print(f"no python{version} here: unpacking Debian's sid in {system}, as root", flush=True)
+    packages = f"ca-certificates,make,git,gcc,libc6-dev,procps,python{version},python{version}-venv,python{version}-dev"
+    subprocess.run(["debootstrap", "--variant=minbase", f"--include={packages}", "sid", str(system)], check=True)
+    for name in "etc/resolv.conf", "etc/hosts", "etc/pip.conf":
+        if Path("/", name).exists():
+            shutil.copy(Path("/", name), system / name)
+
+
+def summary(part: str, done: subprocess.CompletedProcess[str]) -> str:
+    """What the table says of a part: the counts of its last line, or whether it passed."""
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    counts = re.findall(r"(\d+) (passed|failed|errors?)\b", last[0])
+    if part == "smoke" or not counts:
+        return "passed" if done.returncode == 0 else "failed"
+    return ", ".join(f"{number} {what}" for number, what in counts)
+
+
+def table(results: dict[str, dict[str, str]]) -> str:
+    """The table of the README."""
+    rows = [["Python", "torch", "NumPy", "Ray", *PARTS], ["---"] * (4 + len(PARTS))]
+    rows += [[*one["versions"].split(), *(one.get(part, "") for part in PARTS)] for one in results.values()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def main() -> int:
+    """Runs what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions", help="of the environments")
+    parser.add_argument("--only", nargs="*", default=[*COMBINATIONS], choices=[*COMBINATIONS], metavar="NAME")
+    parser.add_argument("--parts", nargs="*", default=[*PARTS], choices=[*PARTS])
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    notes = given.folder / "results.json"
+    results = json.loads(notes.read_text()) if notes.exists() else {}
+    failed = False
+    for name in given.only:
+        folder = given.folder / name.replace(", ", "-").replace(" ", "-")
+        folder.mkdir(exist_ok=True)
+        environment = Environment(folder, *COMBINATIONS[name])
+        with environment.entered():
+            environment.make()
+            python = f"{environment.venv}/bin/python"
+            told = environment.run(python, "-c", TELL, quiet=True).stdout.split("\n")[-2]
+            result = results.setdefault(name, {})
+            if result.get("versions") != told:
+                results[name] = result = {"versions": told}
+            for part in given.parts:
+                print(f"{name}: {part}", flush=True)
+                done = environment.run(python, *PARTS[part])
+                result[part] = summary(part, done)
+                failed |= done.returncode != 0
+                notes.write_text(json.dumps(results, indent=2))
+    before, _, rest = README.read_text().partition(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.partition(END)[2]}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
