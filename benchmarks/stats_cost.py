@@ -24,8 +24,8 @@ from harness import report_compared
 from rayloader import DataLoader, shutdown
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.iterator import EpochIterator
-from rayloader.observe.histogram import pack
 from rayloader.observe.recorder import Tally
+from rayloader.observe.spent import pack
 from rayloader.protocol import Answer
 
 LOOPS = 20_000

@@ -34,7 +34,7 @@ from rayloader.epoch.messages import (
     WorkerReady,
 )
 from rayloader.epoch.schedule import Schedule
-from rayloader.observe.histogram import pack
+from rayloader.observe.spent import pack
 from rayloader.protocol import Answer, Down, Result, ResultKind, Up, carried, result_of
 from rayloader.resume.digest import digest
 from rayloader.resume.drawn import drawn

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rayloader.frameworks.patching import patch as patch
     from rayloader.host.shard_info import ShardInfo as ShardInfo
     from rayloader.host.shard_info import get_shard_info as get_shard_info
-    from rayloader.observe.progress_bar import progress as progress
     from rayloader.observe.stats import CacheStats as CacheStats
     from rayloader.observe.stats import LoaderStats as LoaderStats
     from rayloader.plans import lengths as lengths
@@ -56,7 +55,6 @@ _PARTS = {
     "get_shard_info": "host.shard_info",
     "lengths": "plans",
     "patch": "frameworks.patching",
-    "progress": "observe.progress_bar",
     "share": "sharing.shares",
     "shared": "sharing.shares",
 }
@@ -89,7 +87,6 @@ __all__ = [
     "get_shard_info",
     "init",
     "patch",
-    "progress",
     "share",
     "shared",
     "shutdown",

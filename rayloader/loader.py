@@ -229,11 +229,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         prefetch_to_device: how many batches are on the device, or on their way, before they are asked for; 2 by
             default. It needs a `device`.
         skip_steps: batches that are not built, nor delivered, as after a spike of the loss: numbers of steps of the
-            first epoch, pairs of an epoch and a step, or the path of a file with one of these in each line
-            ("48213", "2:48213"), to which lines may be added while the run goes on. Steps and epochs count from 0; a
-            step is a batch's number in the order of its epoch's sampler, so skipping one changes no other's. A batch
-            of an iterable dataset is built, and dropped. All of it is part of `state_dict()`. All ranks must skip the
-            same; where there are several, a file is read at `iter()` only.
+            first epoch, or pairs of an epoch and a step. Both count from 0; a step is a batch's number in the order of
+            its epoch's sampler, so skipping one changes no other's. A batch of an iterable dataset is built, and
+            dropped. All of it is part of `state_dict()`. All ranks must skip the same.
         provenance: a file, or a folder (one that exists, or a path that ends with "/"), in which a log says of each
             step what the batch was: indices, worker, digest; see the how-to page on replays. A folder gets one file
             for each loader, by its name, and rank. The file is an Arrow stream, to which each run appends, and is

@@ -7,7 +7,6 @@ task; the journal of its worker keeps the record as long as the batch may have t
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,7 +43,7 @@ class Outcome:
 
 
 Step = tuple[int, int]  # epoch, and the number of a batch in the order of its sampler; both from 0
-Given = Iterable[int | Step] | str | os.PathLike[str] | None  # a loader's `skip_steps`
+Given = Iterable[int | Step] | None  # a loader's `skip_steps`
 
 
 class NothingSkipped:

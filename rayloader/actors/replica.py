@@ -6,7 +6,6 @@ the part at fault, and the remedy.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -16,15 +15,11 @@ from typing import TYPE_CHECKING, Any
 from rayloader.errors import add_note, own_notes
 from rayloader.protocol import Replica, carried
 from rayloader.random.generators import RECORDED
-from rayloader.random.search import walk
 from rayloader.transport import codec, unpicklable
 from rayloader.transport.mapped import Mappings
-from rayloader.transport.pickler import Overlap
 
 if TYPE_CHECKING:
     from rayloader.actors.image import ImageAddress
-
-logger = logging.getLogger("rayloader")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +61,6 @@ def encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
         if (explanation := _explained(replica)) is not None:
             add_note(error, f"It cannot be sent to the workers: {explanation}")
         raise
-    if encoded.overlap is not None:
-        _note_overlap(encoded.overlap, replica.dataset)
     if encoded.copied is not None:
         _warn_of_copy(*encoded.copied)
     return encoded
@@ -84,34 +77,6 @@ def _explained(replica: Replica) -> str | None:
         if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
             return explanation
     return None
-
-
-_MUCH = 64 << 20  # bytes that are held twice
-_seen_overlaps: set[tuple[str, str, bool]] = set()  # each kind is looked at, and told of, once
-
-
-def _note_overlap(overlap: Overlap, dataset: object) -> None:
-    """Tells of arrays that share memory, unless it hardly matters: libraries keep samples as arrays and as tensors."""
-    much = overlap.nbytes >= _MUCH
-    if (kind := (overlap.one, overlap.other, much)) in _seen_overlaps:
-        return
-    _seen_overlaps.add(kind)
-    if much or not overlap.converted or _have_attributes(dataset, overlap.arrays):
-        logger.warning(
-            "rayloader: in the dataset %s shares memory with %s, and in the workers each has a copy of its own; if "
-            "they are large, or written to, hold tensors (torch.from_numpy once, and slices of that), which share it "
-            "there too",
-            overlap.one,
-            overlap.other,
-        )
-
-
-def _have_attributes(dataset: object, arrays: list[Any]) -> bool:
-    """Whether some of these arrays are attributes: an object's methods may write to them, and rarely to samples."""
-    those = {*map(id, arrays)}
-    return any(
-        id(obj) in those and path[-1][0] == "attribute" for path, obj in walk([((("object", "dataset"),), dataset)])
-    )
 
 
 def _warn_of_copy(function: str, generator: str) -> None:

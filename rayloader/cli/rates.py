@@ -6,6 +6,7 @@ What the dataset prints meanwhile goes to standard error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -22,24 +23,12 @@ LoaderKind = Literal["torch", "rayloader"]
 
 # A rate within this share of the best is good enough: more workers would gain too little.
 ENOUGH = 0.95
-# More workers are worth a try if the last doubling has brought at least this factor.
-GROWS = 1.10
 # A trainer that waits less than this has no use for more workers.
 LITTLE_WAIT = 0.02
 
 
 class RateError(Exception):
     """A loader could not be measured; the text says why."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The loader to measure."""
-
-    dataset: str  # "module:name" of a dataset, or of a function that returns one without arguments.
-    batch_size: int = 32  # samples.
-    shuffle: bool = False  # whether the samples come in random order.
-    collate_fn: str = ""  # "module:name", or "" for torch's.
 
 
 @dataclass(frozen=True)
@@ -52,40 +41,37 @@ class Rate:
     wait_share: float  # the share of the time from then on that the trainer spent in `next` and `iter`.
 
 
-class Measurer:
-    """Measures loaders of one kind over one dataset."""
+def measure(kind: LoaderKind, dataset: str, num_workers: int, seconds: float, step: float, **options: Any) -> Rate:
+    """Loads for `seconds` with so many workers.
 
-    def __init__(self, kind: LoaderKind, workload: Workload) -> None:
-        self._loader_class: Any = TorchDataLoader if kind == "torch" else DataLoader
-        self._workload = workload
-        self._dataset: Any = None
+    Args:
+        kind: of the loader.
+        dataset: "module:name" of a dataset, or of a function that returns one without arguments.
+        num_workers: of the loader.
+        seconds: how long to measure.
+        step: how long the trainer works on each batch, in seconds.
+        **options: of the loader; `collate_fn` as "module:name", or "" for torch's.
 
-    def measure(self, num_workers: int, seconds: float, step: float = 0.0) -> Rate:
-        """Loads for `seconds` with so many workers; `step`: how long the trainer works on each batch, in seconds.
+    Raises:
+        RateError: the dataset gives no batch, or raised.
+    """
+    loader_class: Any = TorchDataLoader if kind == "torch" else DataLoader
+    try:
+        with _prints_to_standard_error():
+            collate_fn = named(options["collate_fn"]) if options["collate_fn"] else None
+            loader = loader_class(_dataset(dataset), num_workers=num_workers, **{**options, "collate_fn": collate_fn})
+            return measured(loader, num_workers, seconds, step)
+    except RateError:
+        raise
+    except Exception as error:  # anything that the user's code raises
+        raise RateError(f"{type(error).__name__}: {error}") from error
 
-        Raises:
-            RateError: the dataset gives no batch, or raised.
-        """
-        try:
-            with _prints_to_standard_error():
-                return measured(self._loader(num_workers), num_workers, seconds, step)
-        except RateError:
-            raise
-        except Exception as error:  # anything that the user's code raises
-            raise RateError(f"{type(error).__name__}: {error}") from error
 
-    def _loader(self, num_workers: int) -> Any:
-        workload = self._workload
-        if self._dataset is None:
-            dataset = named(workload.dataset)
-            made = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
-            self._dataset = dataset if made and not isinstance(dataset, type) else dataset()
-        options: dict[str, Any] = {"batch_size": workload.batch_size}
-        if workload.shuffle:
-            options["shuffle"] = True
-        if workload.collate_fn:
-            options["collate_fn"] = named(workload.collate_fn)
-        return self._loader_class(self._dataset, num_workers=num_workers, **options)
+@functools.cache
+def _dataset(name: str) -> Any:
+    dataset = named(name)
+    is_made = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+    return dataset if is_made and not isinstance(dataset, type) else dataset()
 
 
 @contextlib.contextmanager
@@ -123,9 +109,6 @@ def fastest(rates: Sequence[Rate]) -> tuple[int, str]:
         reason += ", the most of those tried"
     else:
         reason += f", {share:.0%} of the rate with {_workers(best.num_workers)}"
-    last, before = rates[-1], rates[-2] if len(rates) > 1 else rates[-1]
-    if chosen is last and len(rates) > 1 and last.batches >= GROWS * before.batches:
-        reason += f"; {before.batches:,.1f} with {_workers(before.num_workers)}, so more may be faster still"
     return chosen.num_workers, reason
 
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.progress import Progress
-from rich.table import Table
 
 from rayloader.cli import rates, sources
 from rayloader.cli.console import AsJson, err, fail, out, print_json, shown
 from rayloader.cli.inspecting import Key
-from rayloader.cli.parts import parts_in
 from rayloader.cli.sources import SourceError
 from rayloader.errors import RayloaderError
 from rayloader.loader import DataLoader
-from rayloader.replay.rebuild import Rebuilt, Reconstruction, rebuilt_in_fork
+from rayloader.replay.rebuild import Rebuilt, Reconstruction
 from rayloader.resume.state import State
-from rayloader.task import Outcome
 
 if TYPE_CHECKING:
     from rayloader.replay.provenance import Log
@@ -39,33 +33,26 @@ LoaderName = Annotated[
         "--loader", help="module:name of the run's loader, or of a function that returns it", show_default=False
     ),
 ]
-Step = Annotated[int | None, typer.Option(help="number of the batch in its epoch, from 0", min=0, show_default=False)]
+Step = Annotated[int, typer.Option(help="number of the batch in its epoch, from 0", min=0, show_default=False)]
 Epoch = Annotated[int | None, typer.Option(help="of the run, from 0; may be left out if there is only one", min=0)]
 Rank = Annotated[int | None, typer.Option(help="passed to the function as rank=", min=0)]
 World = Annotated[int | None, typer.Option(help="passed to the function as num_replicas=", min=1)]
 Save = Annotated[Path | None, typer.Option(help="write the batch to this file, with torch.save")]
-Verify = Annotated[
-    float | None,
-    typer.Option(help="build this share of the epoch's batches, and compare them with the log", min=0.0, max=1.0),
-]
 
 
 def replay(
     source: Sources,
     loader: LoaderName,
-    step: Step = None,
+    step: Step,
     epoch: Epoch = None,
     rank: Rank = None,
     world: World = None,
     key: Key = "",
     save: Save = None,
-    verify: Verify = None,
     as_json: AsJson = False,
 ) -> None:
     """Build one batch of a run again, alone: bit for bit the one that the run delivered."""
     try:
-        if (step is None) == (verify is None):
-            raise SourceError("say which batch to build, by --step, or which share to compare, by --verify")
         if save is not None and not save.parent.is_dir():
             raise SourceError(f"there is no folder {save.parent} for {save.name}; make it first")
         states, log = _read(source, key)
@@ -74,11 +61,11 @@ def replay(
             states += map(State.load, log.states_of(chosen))
         _check_sources(states, log, chosen, rank)
         made = _made(loader, rank, world)
-        if step is None:
-            _verify(made, states, chosen, log, verify or 0.0, as_json)
-            return
-        rebuilt, before = _rebuilt(made, states, chosen, step, log)
-        found = _outcome(rebuilt, chosen, step, before)
+        rebuilding = Reconstruction(made, states, chosen, step, log)
+        if rebuilding.before:
+            err.print(f"Built before step {step:,}: {rebuilding.before:,} of its worker's batches.")
+        rebuilt = _built(rebuilding, step)
+        found = _outcome(rebuilt, chosen, step, rebuilding.before)
         if save is not None:
             torch.save(rebuilt.batch, save)
     except (SourceError, RayloaderError, rates.RateError, LookupError) as error:
@@ -142,22 +129,10 @@ def _made(name: str, rank: int | None, world: int | None) -> Any:
     return made
 
 
-def _rebuilt(loader: Any, states: list[State], epoch: int, step: int, log: Log | None) -> tuple[Rebuilt, int]:
-    """The batch, and how many were built before it."""
-    rebuilding = Reconstruction(loader, states, epoch, step, log)
-    before = rebuilding.before
-    if not before:
-        return _built(rebuilding, step), 0
-    err.print(f"Built before step {step:,}: {before:,} of its worker's batches.")
-    with Progress(console=err, transient=True) as progress:
-        task = progress.add_task("building", total=before)
-        return _built(rebuilding, step, lambda built: progress.update(task, completed=built)), before
-
-
-def _built(rebuilding: Reconstruction, step: int, progress: Callable[[int], object] = int) -> Rebuilt:
+def _built(rebuilding: Reconstruction, step: int) -> Rebuilt:
     """The batch; an exception of the dataset's is told without the loader's own lines."""
     try:
-        return rebuilding.run(progress)
+        return rebuilding.run()
     except RayloaderError:
         raise
     except Exception as error:
@@ -178,7 +153,6 @@ def _outcome(rebuilt: Rebuilt, epoch: int, step: int, before: int) -> dict[str, 
         "compared with the log": rebuilt.is_compared,
         "built before it": before,
         "indices": None if indices is None else [*indices] if plain else repr(indices),
-        "parts": parts_in(rebuilt.batch),
     }
 
 
@@ -188,29 +162,3 @@ def _print(found: dict[str, Any]) -> None:
     out.print(f"Step {found['step']:,} of epoch {found['epoch']}, {where}, digest {found['digest']} ({proof})")
     if found["indices"] is not None:
         out.print("indices:", shown(str(found["indices"])))
-    table = Table("part", "kind", "min", "max", "mean", "std", "NaN", "inf")
-    for part in found["parts"]:
-        numbers = [part.get(name) for name in ("least", "most", "mean", "deviation")]
-        cells = ["" if one is None else f"{one:.4g}" for one in numbers]
-        cells += ["" if (one := part.get(name)) is None else f"{one:,}" for name in ("nans", "infinite")]
-        table.add_row(shown(part["part"]), shown(part["kind"]), *cells)
-    out.print(table)
-
-
-def _verify(loader: Any, states: list[State], epoch: int, log: Log | None, share: float, as_json: bool) -> None:
-    """Builds a random share of an epoch's batches again; each of them, and those before it, must be the log's."""
-    if log is None:
-        raise SourceError("--verify compares with a provenance log, and none is given")
-    if not share:
-        raise SourceError("--verify must be a share of the batches above 0, and at most 1")
-    rows = log.steps_of(epoch)
-    pairs = zip(rows["step"].to_pylist(), rows["outcome"].to_pylist(), strict=True)
-    steps = [step for step, outcome in pairs if outcome == Outcome.BATCH]
-    chosen = sorted(random.sample(steps, min(len(steps), max(1, round(share * len(steps))))))
-    with Progress(console=err, transient=True) as progress:
-        for step in progress.track(chosen, description="comparing"):
-            rebuilt_in_fork(loader, states, epoch, step, log)
-    if as_json:
-        print_json({"epoch": epoch, "compared": chosen, "same": True})
-    else:
-        out.print(f"Built again: {len(chosen):,} of {len(steps):,} batches of epoch {epoch}; all are the log's.")

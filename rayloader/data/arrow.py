@@ -2,8 +2,7 @@
 
 Promise: Arrow files are mapped, never read whole, and all workers share that memory. A batch is gathered column by
 column. A file in a cache folder is whole, whatever became of the process that wrote it: it gets its name when all of it
-is on the disk. It has the mode of its source, but nobody else may write to it, and is used only if nobody else can have
-written it.
+is on the disk. It is this user's alone, and is used only if nobody else can have written it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import hashlib
 import operator
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -368,7 +366,6 @@ def _converted(path: str, wanted: pa.Schema, cache: _Path) -> str:
                     writer.write_table(table.combine_chunks())
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), status.st_mode & ~_umask() & 0o644 | stat.S_IRUSR)  # only this user may write
         os.replace(temporary, target)
     except BaseException as error:  # also an interrupt: nothing half-written is left
         os.unlink(temporary)
@@ -384,9 +381,3 @@ def _mapped_copy(path: str) -> pa.MemoryMappedFile:
         return pa.memory_map(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    """Without setting it, as `os.umask` does, for a moment in which other threads may create files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))

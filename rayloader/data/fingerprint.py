@@ -13,9 +13,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import os
-import stat
 import sys
 import types
 import typing
@@ -26,7 +24,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from rayloader._compat import no_torch_function
 from rayloader.namespaces import attributes_in, is_a, is_own_name, names_in, namespace_of
@@ -40,12 +37,6 @@ _VARIABLES = tuple(getattr(typing, name) for name in ("TypeVar", "ParamSpec", "T
 _SETS = set, frozenset, weakref.WeakSet
 # Of each run, and no part of what samples are: those of the global generators' functions must not draw.
 _OF_THE_RUN = {id(os.environ), *(id(generator) for generator, *_ in global_generators())}
-
-# For hashes that take a bounded time.
-_WHOLE = 1 << 16  # bytes: texts and arrays up to this size are described completely
-_ITEMS = 1024  # of a larger array or collection; up to twice as many
-_OBJECTS = 50_000  # in one description
-_BLOCK, _BLOCKS = 4096, 16  # bytes of a file that are read together, and how often; up to twice as often
 
 
 def fingerprint_of(dataset: Any, given: Any) -> bytes:
@@ -75,72 +66,6 @@ def fingerprint_of(dataset: Any, given: Any) -> bytes:
         status = os.stat(path)
         described.update(repr((os.fspath(path), status.st_size, status.st_mtime_ns)).encode())
     return described.digest()
-
-
-def parts_of(loader: Any) -> dict[str, str]:
-    """Short hashes of what a loader's batches depend on, to tell what has changed from one run to another.
-
-    They take a bounded time: of large arrays, collections and files, samples are described.
-
-    Returns:
-        By their names: "dataset" (the code of its class), "dataset.transform" for each attribute, also of datasets in
-        it, "dataset.root: files" for the files that an attribute names, "collate_fn", "worker_init_fn" and "sampler".
-    """
-    parts: dict[str, Any] = {}
-    _add_parts(parts, "dataset", loader.dataset, depth=3)
-    for name in ("collate_fn", "worker_init_fn"):
-        parts[name] = _sketch(getattr(loader, name))
-    parts["sampler"] = _sketch(loader._index_sampler, without=loader.dataset)
-    return parts
-
-
-def _add_parts(parts: dict[str, str], name: str, obj: Any, depth: int) -> None:
-    """Adds an object's class and its attributes."""
-    parts[name] = _sketch(type(obj))
-    attributes = attributes_in(obj)
-    if attributes is None:  # a list, for instance
-        parts[name] = _sketch(obj)
-    for key, value in sorted((attributes or {}).items()):
-        if depth and is_a(value, Dataset):
-            _add_parts(parts, f"{name}.{key}", value, depth - 1)
-            continue
-        parts[f"{name}.{key}"] = _sketch(value)
-        if files := _sketch_of_files(value):
-            parts[f"{name}.{key}: files"] = files
-
-
-def _sketch(obj: Any, without: Any = None) -> str:
-    """A short hash of an object, from a bounded part of it."""
-    described = hashlib.sha256()
-    try:
-        _Sketching(described, {}, without=without).dump(obj)
-    except Exception:  # whatever an object's pickling raises: nothing of it can be seen
-        return hashlib.sha256(type(obj).__qualname__.encode()).hexdigest()[:16]
-    return described.hexdigest()[:16]
-
-
-def _sketch_of_files(value: Any) -> str:
-    """A short hash of samples of the files that a text, a path or a collection of these names; "" if none."""
-    named = _sample(value) if isinstance(value, (list, tuple)) else [value]
-    described, found = hashlib.sha256(), False
-    for one in named:
-        path = one[0] if type(one) is tuple and one else one  # with its class, as in torchvision's datasets
-        if not isinstance(path, (str, os.PathLike)):
-            continue
-        with contextlib.suppress(OSError, ValueError):  # a text that names no file
-            if stat.S_ISREG((status := os.stat(path)).st_mode):
-                described.update(str(status.st_size).encode())
-                with open(path, "rb") as file:
-                    for place in range(0, status.st_size, max(_BLOCK, status.st_size // _BLOCKS)):
-                        file.seek(place)
-                        described.update(file.read(_BLOCK))
-                found = True
-    return described.hexdigest()[:16] if found else ""
-
-
-def _sample(items: Any) -> list[Any]:
-    """Some of a collection's items, from all over it."""
-    return [*itertools.islice(items, 0, None, max(1, len(items) // _ITEMS))]
 
 
 def _paths_in(given: Any) -> list[Any]:
@@ -296,40 +221,6 @@ class _DescribingContent(_Describing):
 
     def _code_of(self, obj: Any) -> Any:
         return f"{obj.__module__}.{obj.__qualname__}"
-
-
-class _Sketching(_Describing):
-    """Describes an object by a bounded part of it; what it holds of `without` counts as nothing."""
-
-    def __init__(self, described: Any, seen: dict[Any, Any], *, lenient: bool = True, without: Any = None) -> None:
-        super().__init__(described, seen, lenient=lenient)
-        self._without = without
-        self._left = _OBJECTS
-
-    def persistent_id(self, obj: Any) -> Any:
-        """Stands for what is large, and for what comes after the most that is described."""
-        self._left -= 1
-        if self._left < 0 or (obj is self._without and obj is not None):
-            return type(obj).__qualname__
-        kind = type(obj)
-        if kind in (str, bytes, bytearray) and len(obj) > _WHOLE:
-            return kind.__name__, len(obj), obj[:_ITEMS], obj[-_ITEMS:]
-        if kind in (set, frozenset) and len(obj) > _ITEMS:  # its order is another one in each run
-            return kind.__name__, len(obj)
-        if kind in (list, tuple, dict) and len(obj) > 2 * _ITEMS:
-            return kind.__name__, len(obj), _sample(obj.items() if kind is dict else obj)
-        return super().persistent_id(obj)
-
-    def reducer_override(self, obj: Any) -> Any:
-        """How another object is described."""
-        is_array = isinstance(obj, np.ndarray) and not obj.dtype.hasobject
-        if is_array or (is_a(obj, torch.Tensor) and obj.layout is torch.strided and not obj.is_nested):
-            with no_torch_function():
-                if obj.nbytes > _WHOLE:
-                    steps = max(2, round(_ITEMS ** (1 / obj.ndim)))
-                    few = obj[tuple(slice(None, None, max(1, size // steps)) for size in obj.shape)]
-                    return str, (f"{tuple(obj.shape)} of {self._value(few.copy() if is_array else few.clone())}",)
-        return super().reducer_override(obj)
 
 
 def _texts_in(code: types.CodeType) -> Iterator[str]:

@@ -58,8 +58,8 @@ from rayloader.epoch.reports import (
 from rayloader.epoch.schedule import Schedule
 from rayloader.errors import RayloaderError, RaySessionError, SkipLimitError, WorkerDiedError
 from rayloader.interrupts import Changes, change, interrupted
-from rayloader.observe.histogram import Spent
 from rayloader.observe.recorder import Tally
+from rayloader.observe.spent import Spent
 from rayloader.options import Options
 from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
 from rayloader.resume.journal import Resumed

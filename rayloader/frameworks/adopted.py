@@ -144,21 +144,16 @@ def warn_of_torchs(kind: type, reason: str) -> None:
     )
 
 
-def _no_patch() -> dict[str, Any] | None:
-    return None
+patches: list[Any] = []  # those in force, in the order of their installation
 
 
-_defaults = _no_patch
+def defaults() -> dict[str, Any]:
+    """Our own arguments for loaders that are created as torch's."""
+    return {name: value for patch in patches for name, value in patch.defaults.items()}
 
 
-def exchange_iterators(defaults: Callable[[], dict[str, Any] | None] | None = None) -> None:
-    """From now on, torch's iterators of loaders that were adopted are ours.
-
-    Args:
-        defaults: gives our own arguments for what else iterators are made of, or None while no patch is in force.
-    """
-    global _defaults
-    _defaults = defaults or _defaults
+def exchange_iterators() -> None:
+    """From now on, torch's iterators of loaders that were adopted are ours."""
     for iterator_class in (BaseIterator, SingleProcessIterator, MultiProcessIterator):
         if not isinstance(vars(iterator_class)["__init__"], _Constructor):
             iterator_class.__init__ = _Constructor(iterator_class)  # type: ignore[method-assign,assignment]
@@ -186,7 +181,7 @@ def _construct(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
     reason = None
     if adopted is not None:
         reason = adopted.refusal()
-    elif _defaults() is not None and not isinstance(loader, DataLoader) and loader.num_workers > 0:
+    elif patches and not isinstance(loader, DataLoader) and loader.num_workers > 0:
         reason = "it was created before, or without torch's constructor; call patch() at the start of the program"
     if reason is not None:
         warn_of_torchs(loader.__class__, reason)
@@ -212,7 +207,6 @@ def _construct_others(init: Callable[[Any], None], iterator: Any, loader: Any) -
 def _adopted(loader: Any) -> Adopted | None:
     if is_adopted(loader):
         return vars(loader)[ADOPTED].of(loader)  # type: ignore[no-any-return]
-    own = _defaults()
-    if own is None or isinstance(loader, TorchDataLoader) or not hasattr(loader, "__dict__"):
+    if not patches or isinstance(loader, TorchDataLoader) or not hasattr(loader, "__dict__"):
         return None
-    return Adopted(own).of(loader)
+    return Adopted(defaults()).of(loader)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _OWN = OwnArguments.__annotations__.keys()
 
-_installed: list[Patch] = []  # in the order of their installation
 _constructors: dict[type, tuple[Any, Any]] = {}  # of patched classes: the one before the first patch, and ours
 
 
@@ -41,18 +40,18 @@ class Patch:
 
     def install(self) -> None:
         """Puts it in force (again), on top of the patches that are."""
-        if not _installed:
-            adopted.exchange_iterators(lambda: _defaults() if _installed else None)
+        if not adopted.patches:
+            adopted.exchange_iterators()
             for loader_class in _replaced_classes():
                 _replace_constructor(loader_class)
-        if self not in _installed:
-            _installed.append(self)
+        if self not in adopted.patches:
+            adopted.patches.append(self)
 
     def remove(self) -> None:
         """Ends the patch; others stay. Loaders that were created remain ours. It may be called more than once."""
-        if self in _installed:
-            _installed.remove(self)
-        if not _installed:
+        if self in adopted.patches:
+            adopted.patches.remove(self)
+        if not adopted.patches:
             for loader_class, (before, ours) in _constructors.items():
                 if vars(loader_class)["__init__"] is ours:  # otherwise other code has wrapped it, and will restore it
                     loader_class.__init__ = before  # type: ignore[misc]
@@ -93,12 +92,8 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
             f"patch() takes arguments that rayloader.DataLoader has and torch's has not, got {', '.join(wrong)}; "
             f"choose from {', '.join(sorted(_OWN))}"
         )
-    DataLoader((), timeout=1, **{**_defaults(), **defaults})  # checks them
+    DataLoader((), timeout=1, **{**adopted.defaults(), **defaults})  # checks them
     return Patch(defaults)
-
-
-def _defaults() -> dict[str, Any]:
-    return {name: value for patched in _installed for name, value in patched.defaults.items()}
 
 
 def _replaced_classes() -> list[type]:
@@ -115,7 +110,7 @@ def _replace_constructor(loader_class: type) -> None:
 
     @functools.wraps(before)
     def make_ours(loader: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(loader, DataLoader) or not _installed:
+        if isinstance(loader, DataLoader) or not adopted.patches:
             before(loader, *args, **kwargs)
             return
         own = _own_arguments((*args, *kwargs.values()))
@@ -141,7 +136,7 @@ def _own_arguments(given: tuple[Any, ...]) -> dict[str, Any]:
     """
     source = next((value.loader() for value in given if isinstance(value, WorkerCount)), None)
     if source is None:
-        return _defaults()
+        return adopted.defaults()
     if source._state is not None:
         raise lost_state()
     check_dispatch(source)

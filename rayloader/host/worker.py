@@ -28,7 +28,7 @@ from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
 from rayloader.host.shard_info import Reader
 from rayloader.host.whole_batches import SELECTS, whole_batch
-from rayloader.observe.histogram import pack
+from rayloader.observe.spent import pack
 from rayloader.protocol import ENDS, Replica, Result, ResultKind, Setup, carried
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators

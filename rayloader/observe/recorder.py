@@ -1,7 +1,7 @@
 """Measures a loader while it works, for `DataLoader.stats()`.
 
 Promise: costs about a microsecond per batch, and memory that does not grow. Any thread may read, without a lock: see
-NOTE [logs] in histogram.py. Nothing here refers to an iterator, to batches or to actors. How much of the CPUs any
+NOTE [logs] in spent.py. Nothing here refers to an iterator, to batches or to actors. How much of the CPUs any
 process uses is read from two small files of the kernel, at the beginning and at the end of an epoch; without these
 files it is unknown.
 """
@@ -19,13 +19,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from rayloader.errors import RayloaderError
-from rayloader.observe.histogram import Histogram, Series, Spent, Work, pack
+from rayloader.observe.spent import Series, Spent, Work, pack
 
 if TYPE_CHECKING:
     from rayloader.observe.stats import Period
     from rayloader.observe.trace import Trace, Tracing
 
-# How many entries of a log are folded together: with fewer, NumPy's calls would cost more than the entries.
+# How many answers are folded together: with fewer, NumPy's calls would cost more than the entries.
 FOLD = 2048
 # How many of the slowest batches are named.
 SLOWEST = 5
@@ -63,7 +63,7 @@ class Tally:
     Attributes:
         wait: seconds inside `next`.
         step: seconds between two calls of it.
-        answers: the log of the workers' times, to be appended to with each answer: see NOTE [logs] in histogram.py.
+        answers: the log of the workers' times, to be appended to with each answer: see NOTE [logs] in spent.py.
         cpu_use: since its first batch.
         slow: seconds; a batch that takes longer is one of the slowest, or is traced.
         trace: the trace in progress, if any.
@@ -80,7 +80,7 @@ class Tally:
         self.slow = -1.0
         self.cpu_use: CpuUse | None = None
         self.trace: Trace | None = None
-        self._attend = 0  # the number of the batch from which on more must be done than adding its times
+        self._attends = True  # whether more must be done with the next batch than adding its times
         self._batch = 0  # the last one passed to `gave`, if it is traced
         # perf_counter(): when `next` returned (0: it has raised since), and when it first did.
         self._left, self._began = 0.0, math.inf
@@ -90,7 +90,7 @@ class Tally:
     def set_trace(self, trace: Trace | None) -> None:
         """Sets where to report events from now on. Any thread may call this."""
         self.trace = trace
-        self._attend = 0
+        self._attends = True
         self.slow = self._fifth_slowest
 
     # ---- in the user's thread
@@ -98,11 +98,11 @@ class Tally:
     def gave(self, asked: float, batch: int, samples: int, nbytes: int) -> None:
         """`next` was called at `asked` (perf_counter()), and is about to return this batch."""
         now = perf_counter()
-        if self.batches < self._attend:
+        if self._attends:
+            self._attend_to(batch, asked, now)
+        else:
             self.step.add(asked - self._left)
             self.wait.add(now - asked)
-        else:
-            self._attend_to(batch, asked, now)
         self.batches += 1
         self.samples += samples
         self.nbytes += nbytes
@@ -114,10 +114,10 @@ class Tally:
             self.step.add(asked - self._left)
             if self.trace is not None:
                 self.trace.trainer("step", self._batch, self._left, asked)
-        self._left, self._attend = 0.0, 0
+        self._left, self._attends = 0.0, True
 
     def _attend_to(self, batch: int, asked: float, now: float) -> None:
-        """Handles the first batch, one in `FOLD`, one after an error, and each that is traced."""
+        """Handles the first batch, one after an error, and each that is traced."""
         if self._left:
             self.step.add(asked - self._left)
         if self.batches:
@@ -127,11 +127,9 @@ class Tally:
             self.blocked = self.behind = self.drawing = 0.0  # the first batch's wait included these
             self.cpu_use = CpuUse()
             self._began = now
-        self.wait.fold()
-        self.step.fold()
-        self._attend = self.batches + FOLD
+        self._attends = False
         if (trace := self.trace) is not None:
-            self._attend = 0
+            self._attends = True
             if self._left:
                 trace.trainer("step", self._batch, self._left, asked)
             trace.trainer("wait", batch, asked, now)
@@ -181,11 +179,11 @@ class Tally:
     def of(cls, tallies: Sequence[Tally]) -> Tally:
         """The sum of several tallies."""
         whole = cls()
-        wait, step, work = Histogram(), Histogram(), Work.nothing(0)
+        work = Work.nothing(0)
         for tally in tallies:
             for name in _SUMS:
                 setattr(whole, name, getattr(whole, name) + getattr(tally, name))
-            wait, step = wait.merged(tally.wait.histogram), step.merged(tally.step.histogram)
+            whole.wait, whole.step = whole.wait.merged(tally.wait), whole.step.merged(tally.step)
             work = work.merged(tally.work)
             whole.workers += [WorkerTally() for _ in tally.workers[len(whole.workers) :]]
             for worker, other in zip(whole.workers, tally.workers, strict=False):
@@ -194,7 +192,6 @@ class Tally:
                 worker.lane = other.lane or worker.lane
             for slow in tally.slowest:
                 whole.note_slow(slow)
-        whole.wait, whole.step = Series(wait), Series(step)
         whole._keep(work)
         return whole
 
@@ -203,7 +200,7 @@ class Tally:
         from rayloader.observe.stats import Period, SlowBatch, WorkerStats
 
         work = self.work
-        build = Histogram()
+        build = Series()
         workers = []
         for worker_id, worker in enumerate(self.workers):
             own = work.of(worker_id)
@@ -227,8 +224,8 @@ class Tally:
         slow, seconds = build.above(SLOW * times.median)
         return Period(
             **{name: getattr(self, name) for name in _SUMS},
-            wait=self.wait.histogram.times(),
-            step=self.step.histogram.times(),
+            wait=self.wait.times(),
+            step=self.step.times(),
             build=times,
             slow=slow,
             slow_ratio=seconds / times.median if slow else 0.0,

@@ -19,7 +19,7 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class Times:
-    """How long something took, each time that it happened; seconds. The quantiles are exact to 6%."""
+    """How long something took, each time that it happened; seconds. The quantiles are those of the last 2,048 times."""
 
     count: int = 0  #: how often it happened.
     total: float = 0.0  #: all of them together.
@@ -103,7 +103,7 @@ class Period:
     behind: float = 0.0  #: seconds of `blocked` in which a finished batch had to wait for an earlier one.
     drawing: float = 0.0  #: seconds of `wait` for drawing from the sampler.
     build: Times = Times()  #: a worker's work on a batch.
-    slow: int = 0  #: batches that took more than 4 times the median to build.
+    slow: int = 0  #: batches that took more than 4 times the median to build, as far as the last 2,048 tell.
     slow_ratio: float = 0.0  #: how many times the median these took, on average.
     restarts: int = 0  #: of workers whose process died, hung or was lost.
     skipped: int = 0  #: samples that were left out, with `on_error="skip"`.

@@ -89,9 +89,9 @@ def _computed(dataset: Any, fn: Any, num_workers: int, bar: bool, options: dict[
     shown = loader
     if bar:
         with contextlib.suppress(ImportError):
-            from rayloader.observe.progress_bar import progress
+            from tqdm.auto import tqdm
 
-            shown = progress(loader, desc="lengths")
+            shown = tqdm(loader, desc="lengths", unit="batch", disable=None)
     return np.concatenate([np.zeros(0, np.int64), *shown])
 
 

@@ -1,30 +1,25 @@
 """What a provenance log tells of a run, and where two runs part ways.
 
 Promise: pure functions over logs. Two runs are the same as far as both have logged: same indices, outcomes and digests
-of every step. Which worker built a batch, and what the runs had besides (seeds, versions, parts of the program), is
-reported too; by itself it makes no run another one.
+of every step. Which worker built a batch is reported too; by itself it makes no run another one.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayloader.replay.describe import Difference, described, in_words, unequal
+from rayloader.replay.describe import described
 from rayloader.replay.provenance import OUTCOMES, Iteration, Log
 from rayloader.resume.state import State
 
 # Columns by which runs part ways, and then what is only told.
 _DECIDE = ("indices", "indices_other", "outcome", "digest")
 _TOLD = ("worker",)
-_FEW = 10  # iterations of a loader that are told, apart from the last
-_OF_A_LOADER = ("dataset", "samplers", "seeds", "workers", "ranks", "saved with")
-_TO_TELL = {"error": "errors", "empty": "without a sample that could be built", "skipped": "in skip_steps"}
 
 
 class Parting(NamedTuple):
@@ -56,12 +51,10 @@ class Comparison(NamedTuple):
     Attributes:
         compared: steps that both have logged.
         partings: for each column that differs, the first step at which it does; the earliest one first.
-        causes: what else differs at the start of the epoch of the first parting, or else of the first epoch of both.
     """
 
     compared: int
     partings: list[Parting]
-    causes: list[Difference]
 
     @property
     def same(self) -> bool:
@@ -72,10 +65,9 @@ class Comparison(NamedTuple):
 def compared(a: Log, b: Log) -> Comparison:
     """Compares two runs."""
     ours, theirs = _steps(a), _steps(b)
-    epochs = sorted(ours.keys() & theirs.keys())
     partings: dict[str, Parting] = {}
     count = 0
-    for epoch in epochs:
+    for epoch in sorted(ours.keys() & theirs.keys()):
         one, other = ours[epoch], theirs[epoch]
         both, left, right = np.intersect1d(_numbers(one), _numbers(other), return_indices=True)
         count += len(both)
@@ -88,10 +80,7 @@ def compared(a: Log, b: Log) -> Comparison:
                 partings[column] = Parting(column, epoch, step, *[_plain(column, value) for value in values])
     if ours and theirs and (lone := _lone(ours, theirs)) is not None:
         partings["step"] = lone
-    ordered = sorted(partings.values(), key=lambda parting: (parting.epoch, parting.step))
-    decisive = [parting.epoch for parting in ordered if parting.is_decisive]
-    causes = [*_causes(a, b, (decisive or epochs)[0])] if epochs else []
-    return Comparison(count, ordered, causes)
+    return Comparison(count, sorted(partings.values(), key=lambda parting: (parting.epoch, parting.step)))
 
 
 def _steps(log: Log) -> dict[int, pa.Table]:
@@ -142,23 +131,6 @@ def _span(steps: dict[int, pa.Table]) -> tuple[tuple[int, int], tuple[int, int]]
     return (first, int(_numbers(steps[first])[0])), (last, int(_numbers(steps[last])[-1]))
 
 
-def _causes(a: Log, b: Log, epoch: int) -> Iterator[Difference]:
-    """What differs when this epoch begins: versions, parts of the program, and what the states say of the start."""
-    ours, theirs = (next(one for one in log.iterations if one.epoch == epoch) for log in (a, b))
-    yield from unequal(ours.versions, theirs.versions, "versions")
-    yield from unequal(ours.parts, theirs.parts, "parts")
-    yield from unequal(_begin(ours), _begin(theirs))
-
-
-def _begin(iteration: Iteration) -> dict[str, Any]:
-    """Of the state before the first batch, what stays the same in an epoch."""
-    if iteration.state is None:
-        return {}
-    found = described(State.load(iteration.state))
-    kept = {name: found[name] for name in ("seeds", "loader", "dataset", "samplers", "ranks", "skip_steps")}
-    return {**kept, "workers": {"num_workers": found["workers"]["num_workers"]}}
-
-
 # ---- one log
 
 
@@ -188,33 +160,4 @@ def _iteration(iteration: Iteration) -> dict[str, Any]:
         "state": None if iteration.state is None else described(State.load(iteration.state)),
         "error": iteration.error,
         "versions": {**iteration.versions},
-        "parts": {**iteration.parts},
     }
-
-
-def log_in_words(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same, as pairs of a heading and a text."""
-    iterations = found["iterations"]
-    steps = sum(one["steps"] for one in iterations)
-    rows = [("provenance log", f"{steps:,} rows, {found['bytes'] / 1000:,.1f} kB")]
-    for name in found["loaders"]:
-        own = [one for one in iterations if one["loader"] == name]
-        rows.append(("loader", name))
-        rows += [(f"epoch {one['epoch']:,}", _iteration_in_words(one)) for one in own[:_FEW]]
-        if len(own) > _FEW:
-            rows += [("...", f"{len(own) - _FEW - 1:,} more")] * (len(own) > _FEW + 1)
-            rows.append((f"epoch {own[-1]['epoch']:,}", _iteration_in_words(own[-1])))
-        last = own[-1]
-        if last["state"] is not None:
-            rows += [row for row in in_words(last["state"]) if row[0] in _OF_A_LOADER]
-        rows.append(("parts", ", ".join(last["parts"])))
-    return [(heading, text) for heading, text in rows if text]
-
-
-def _iteration_in_words(one: dict[str, Any]) -> str:
-    texts = [f"steps {one['first_step']:,} to {one['last_step']:,}" if one["steps"] else "no steps"]
-    texts += [f"{count:,} {_TO_TELL[name]}" for name, count in one["outcomes"].items() if name in _TO_TELL]
-    texts += [f"{one['samples_skipped']:,} samples skipped"] * bool(one["samples_skipped"])
-    texts += [f"{one['restarts']:,} workers lost"] * bool(one["restarts"])
-    texts += [f"no state: {one['error']}"] * bool(one["error"])
-    return "; ".join(texts)

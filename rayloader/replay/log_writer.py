@@ -1,12 +1,12 @@
 """The provenance log: what the user got in each step, in a file to which run after run appends.
 
 Promise: the next run continues a file that a killed process has left. No row is lost or written twice, whatever
-interrupts the program: see NOTE [one write]. A log that cannot be written any more, because a disk is full, does not
-stop the training.
+interrupts the program: see NOTE [one write]. A log that cannot be written any more, because a disk is full, ends, and
+the training goes on; the next `iter()` goes on with the log.
 
 NOTE [one write]. A message is written at the offset where the last complete one ends. That offset moves in the line
 before the message is dropped from the queue: there is no call in between, and so no place for a signal handler. After
-an interrupt, or a full disk, the same message is written again at the same place. A finalizer may come in the middle of
+an interrupt the same message is written again at the same place. A finalizer may come in the middle of
 a write of its own thread: it only adds to the queue, which that write goes on to empty.
 """
 
@@ -32,11 +32,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rayloader.data.fingerprint import parts_of
 from rayloader.errors import RayloaderError
 from rayloader.interrupts import new_lock
 from rayloader.observe.recorder import Tally
-from rayloader.replay.provenance import BEGIN, KEY, SCHEMA, Log, complete, read
+from rayloader.replay.provenance import BEGIN, KEY, SCHEMA, Log, end_of, read
 from rayloader.resume import checkpoint
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import trains_in_a_group
@@ -50,7 +49,6 @@ SECONDS = 1.0  # after the last write, what is there is written with the next ro
 _MOST_COUNTED = 2**15 - 1  # by columns of 16 bits
 _Indices = tuple[bytes | None, bytes | None]  # whole numbers; others, pickled
 _NONE: _Indices = (None, None)  # there are none, or they cannot be pickled
-QUEUED = 64  # so many messages wait while the disk is full; beyond that the oldest are given up
 
 
 class LogFile:
@@ -69,24 +67,23 @@ class LogFile:
         self._descriptor = descriptor
         self._end = end
         self._writes = False
-        self._has_failed = False  # whether the last write has failed
-        self._is_gone = False  # whether a warning has said that the file is gone
+        self._has_failed = False
         if not end:
             self.queue.append(pa.py_buffer(BEGIN))
 
     def write(self) -> None:
         """Writes what is in the queue; see NOTE [one write]."""
         with self.lock:
-            if self._writes or self._descriptor < 0:  # the second: a forked child has the parent's log
+            if self._has_failed or self._descriptor < 0:  # the second: a forked child has the parent's log
+                self.queue = []
+            if self._writes:
                 return
             self._writes = True
             try:
-                self._look()
                 while self.queue:
                     self._write_next()
-                self._has_failed = False
             except OSError as error:
-                self._failed(error)
+                self._fail(error)
             finally:
                 self._writes = False
 
@@ -97,49 +94,26 @@ class LogFile:
         self._end += nbytes
         del self.queue[0]  # no interrupt comes in between
 
-    def _look(self) -> None:
-        """Notices what somebody else has done to the file."""
-        status = os.fstat(self._descriptor)
-        if status.st_size < self._end:
-            logger.warning(
-                "rayloader: the provenance log %s was truncated while it is written; what it had is lost, and it "
-                "begins again with the next rows",
-                self.path,
-            )
-            os.ftruncate(self._descriptor, 0)
-            self.queue, self._end = [pa.py_buffer(BEGIN), *self.queue], 0
-        if not status.st_nlink and not self._is_gone:
-            logger.warning(
-                "rayloader: the provenance log %s was deleted while it is written; its rows are lost until the next "
-                "iter() makes it again",
-                self.path,
-            )
-            self._is_gone = True
-
-    def _failed(self, error: OSError) -> None:
+    def _fail(self, error: OSError) -> None:
         with contextlib.suppress(OSError):  # the file system may have become read-only
             os.ftruncate(self._descriptor, self._end)  # an incomplete message is none
-        lost, self.queue = self.queue[:-QUEUED], self.queue[-QUEUED:]
-        if lost or not self._has_failed:
-            logger.warning(
-                "rayloader: the provenance log %s cannot be written, and the program goes on without it: %s; it is "
-                "tried again, and %s",
-                self.path,
-                str(error),  # the error itself would keep this file with its traceback
-                f"{len(lost)} messages of up to {ROWS} rows are lost" if lost else "nothing is lost so far",
-            )
-        self._has_failed = True
+        logger.warning(
+            "rayloader: the provenance log %s cannot be written, and has nothing more of this epoch: %s",
+            self.path,
+            str(error),  # the error itself would keep this file with its traceback
+        )
+        self.queue, self._has_failed = [], True
+
+    def begin(self) -> None:
+        """An epoch begins: tries again, if the last one could not be written."""
+        with self.lock:
+            if self._has_failed:
+                self.queue, self._has_failed = [] if self._end else [pa.py_buffer(BEGIN)], False
 
     def close(self, close: Callable[[int], None] = os.close) -> None:
         """Lets other processes write to it; also at the interpreter's end."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            if self.queue:
-                logger.warning(
-                    "rayloader: %d messages of up to %d rows could not be written to the provenance log %s, and are "
-                    "lost",
-                    *(len(self.queue), ROWS, self.path),
-                )
             close(descriptor)
 
     def leave(self) -> None:
@@ -176,7 +150,7 @@ def opened(loader: Any) -> Rows:
         status = os.fstat(descriptor)
         if (file := _files.get((status.st_dev, status.st_ino))) is None:
             _lock(descriptor, path)
-            if (end := complete(path).size) < status.st_size:
+            if (end := end_of(path)) < status.st_size:
                 os.ftruncate(descriptor, end)  # cuts an incomplete last message off
             _files[status.st_dev, status.st_ino] = file = LogFile(path, descriptor, end)
             descriptor = -1
@@ -251,9 +225,9 @@ class Rows:
             "began": time.time(),
             "error": error,
             "versions": VERSIONS,
-            "parts": parts_of(loader),
         }
         message = _message([], {**begin, **_as_json(state)})
+        self._file.begin()
         with self._file.lock:
             self._file.queue = [*self._file.queue, message]
         self._file.write()

@@ -4,8 +4,8 @@ Promise: a process that is killed at any moment leaves a file that `read` reads 
 
 The file is a stream of Arrow's IPC format without the mark of its end. Each iteration of a loader, which begins an
 epoch or goes on with one, writes a message without rows, whose metadata under the key "rayloader" are a JSON object:
-the number of the epoch, the loader's state before the iteration's first batch, versions, and the parts that batches
-depend on. Its rows follow, in the order of delivery; those of loaders that share a file are in messages of their own.
+the number of the epoch, the loader's state before the iteration's first batch, and versions. Its rows follow, in the
+order of delivery; those of loaders that share a file are in messages of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import base64
 import io
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +44,7 @@ SCHEMA = pa.schema(
 )
 KEY = b"rayloader"  # of a message's metadata
 BEGIN: bytes = SCHEMA.serialize().to_pybytes()
-_CONTINUES = b"\xff\xff\xff\xff"  # begins each message, and its length follows
 _NAMED = b'{"iteration": '  # begins the metadata of each
-_MOST = 2**32 - 1
-# Of the columns without null, the least value and the greatest one.
-_RANGES = dict.fromkeys(("step", "digest", "skipped", "restarts"), (0, _MOST))
-_RANGES |= {"worker": (-1, _MOST), "outcome": (0, len(OUTCOMES) - 1)}
-# What an iteration begins with.
-_TOLD: dict[str, tuple[type, ...]] = {
-    "loader": (str,),
-    "epoch": (int,),
-    "state": (dict, type(None)),
-    "error": (str,),
-    "versions": (dict,),
-    "parts": (dict,),
-    "began": (float,),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +57,6 @@ class Iteration:
         state: the loader's state before the first of these batches; None: there is none.
         error: why there is none.
         versions: of what built the batches.
-        parts: hashes of what the batches depend on, by names such as "dataset.transform".
         began: seconds since 1970.
         rows: as in `SCHEMA`.
     """
@@ -81,7 +66,6 @@ class Iteration:
     state: dict[str, Any] | None
     error: str
     versions: dict[str, str]
-    parts: dict[str, str]
     began: float
     rows: Any
 
@@ -187,94 +171,68 @@ def read(path: str | os.PathLike[str]) -> Log:
         OSError: it cannot be read.
     """
     path = Path(path)
-    content = complete(path)
     begins: dict[str, dict[str, Any]] = {}
     batches: dict[str, list[Any]] = {}
-    source, end = pa.BufferReader(content), 0
-    try:
-        reader: Any = pa.ipc.open_stream(source) if content.size else None
-        while (end := source.tell()) < content.size:
-            batch, metadata = reader.read_next_batch_with_custom_metadata()
-            told = json.loads(metadata[KEY])
+    done = len(BEGIN)
+    for end, batch, told in messages(path):
+        try:
+            batch.validate(full=True)  # Arrow itself trusts the offsets in a file
             if "epoch" in told:
-                begins[told["iteration"]] = _checked(told)
-            _check(batch, begins.get(told["iteration"]))
+                begins[told["iteration"]] = _begin(told)
             batches.setdefault(told["iteration"], []).append(batch)
-    except Exception as error:  # whatever Arrow, JSON and torch make of other bytes
-        raise _damaged(path, end) from error
-    return Log(path, [_iteration(told, batches[number]) for number, told in begins.items()])
-
-
-def _checked(told: dict[str, Any]) -> dict[str, Any]:
-    """What an iteration begins with; raises an exception unless it is what `Rows.begin` writes."""
-    if "saved" in told:
-        told["state"] = torch.load(io.BytesIO(base64.b64decode(told["saved"])), weights_only=True)
-    found = {name: told[name] for name in _TOLD}
-    texts = [*found["versions"].values(), *found["parts"].values()]
-    if any(type(found[name]) not in types for name, types in _TOLD.items()) or not {*map(type, texts)} <= {str}:
-        raise TypeError(found)
-    return found
-
-
-def _check(batch: Any, begin: dict[str, Any] | None) -> None:
-    """Raises an exception unless these rows are what `Rows` writes: Arrow itself trusts the offsets in a file."""
-    batch.validate(full=True)
-    epoch = None if begin is None else begin["epoch"]
-    for name, (least, most) in {**_RANGES, "epoch": (epoch or 0, _MOST if epoch is None else epoch)}.items():
-        found = pc.min_max(column := batch.column(name)).as_py()
-        if column.null_count or (len(column) and not least <= found["min"] <= found["max"] <= most):
-            raise ValueError(name)
-
-
-def _iteration(begin: dict[str, Any], batches: list[Any]) -> Iteration:
-    return Iteration(rows=pa.Table.from_batches(batches, SCHEMA).combine_chunks(), **begin)
-
-
-def _damaged(path: Path, end: int) -> RayloaderError:
-    return RayloaderError(
-        f"the provenance log {path} is damaged after {end} bytes: copy these to another file, which can be read"
+        except Exception as error:  # whatever Arrow and torch make of other bytes
+            raise _damaged(path, done) from error
+        done = end
+    return Log(
+        path,
+        [
+            Iteration(rows=pa.Table.from_batches(batches[number], SCHEMA).combine_chunks(), **begin)
+            for number, begin in begins.items()
+        ],
     )
 
 
-def complete(path: Path) -> Any:
-    """The complete messages of a file.
+def _begin(told: dict[str, Any]) -> dict[str, Any]:
+    """What an iteration begins with."""
+    if "saved" in told:
+        told["state"] = torch.load(io.BytesIO(base64.b64decode(told["saved"])), weights_only=True)
+    return {one.name: told[one.name] for one in fields(Iteration) if one.name != "rows"}
+
+
+def messages(path: Path) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+    """The complete messages of a file: the offset of each one's end, its rows, and its metadata.
 
     Raises:
         RayloaderError: it is no provenance log, or is damaged.
     """
     content = pa.memory_map(os.fspath(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
     if content.size < len(BEGIN) and content.to_pybytes() == BEGIN[: content.size]:
-        return pa.py_buffer(b"")  # nothing is written yet
+        return  # nothing is written yet
+    source = pa.BufferReader(content)
     try:
-        known = pa.ipc.read_schema(content)
+        reader: Any = pa.ipc.open_stream(source)
     except (pa.ArrowException, OSError, EOFError):
-        known = None
-    if known is None or not known.equals(SCHEMA, check_metadata=True):
+        reader = None
+    if reader is None or not reader.schema.equals(SCHEMA, check_metadata=True):
         raise RayloaderError(f"{path} is no provenance log that this rayloader has written; give another path")
-    end = 0
-    while content.size - end >= 8:
-        begin = content.slice(end, 8).to_pybytes()
-        if not any(begin) and not any(content.slice(end).to_pybytes()):  # as a machine that fails may leave it
-            break
-        size = _size_of(content.slice(end)) if begin[:4] == _CONTINUES else 0
-        if size > content.size - end and content.slice(end).to_pybytes().count(_NAMED) <= 1:  # nothing comes after it
-            break
-        if not 0 < size <= content.size - end:
-            raise _damaged(path, end)
-        end += size
-    return content.slice(0, end)
+    while (end := source.tell()) < content.size:
+        try:
+            batch, metadata = reader.read_next_batch_with_custom_metadata()
+            told = json.loads(metadata[KEY])
+        except Exception as error:  # whatever Arrow and JSON make of it
+            if content.slice(end).to_pybytes().count(_NAMED) > 1:
+                raise _damaged(path, end) from error
+            return  # one message, which a process that was killed has left incomplete
+        yield source.tell(), batch, told
 
 
-def _size_of(content: Any) -> int:
-    """The size of the message that begins here, which may be more than there is; 0: it is none."""
-    length = 8 + int.from_bytes(content.slice(4, 4).to_pybytes(), "little")
-    if length > content.size:
-        return length
-    try:
-        # This copies and allocates nothing, whatever the metadata say of the size of the body.
-        message = pa.ipc.read_message(content)
-        return int(8 + message.metadata.size + message.body.size)
-    except (pa.ArrowException, EOFError):
-        return 0
-    except OSError as error:
-        return 0 if "flatbuffers" in str(error) else content.size + 1  # its body is incomplete
+def end_of(path: Path) -> int:
+    """Where the last complete message of a file ends; raises as `messages` does."""
+    begin = len(BEGIN) if path.stat().st_size >= len(BEGIN) else 0
+    return max([begin, *(end for end, *_ in messages(path))])
+
+
+def _damaged(path: Path, end: int) -> RayloaderError:
+    return RayloaderError(
+        f"the provenance log {path} is damaged after {end} bytes: copy these to another file, which can be read"
+    )

@@ -107,11 +107,8 @@ class Reconstruction:
         self.before = self._plan.before
         _alone(loader)
 
-    def run(self, progress: Callable[[int], object] = int) -> Rebuilt:
+    def run(self) -> Rebuilt:
         """Builds it.
-
-        Args:
-            progress: called after each batch with the number of those that are built.
 
         Raises:
             ReplayError: another batch came than in the run.
@@ -130,7 +127,6 @@ class Reconstruction:
         if not plan.state.step:  # `iter()` has begun the epoch here as in the run, and has drawn what it drew there
             before = RandomState.capture([])
         try:
-            built = 0
             while True:
                 task, batch, error = _next(iterator)
                 number = iterator.position.step_of(task.task_id) if task is not _NONE else sys.maxsize
@@ -140,8 +136,6 @@ class Reconstruction:
                     raise ReplayError(_differs(plan, number, self._step))
                 if number >= plan.last:
                     break
-                built += 1
-                progress(built)
         finally:
             with contextlib.suppress(AttributeError):  # it has no workers
                 iterator._shutdown_workers()
@@ -414,6 +408,6 @@ def _differs(plan: _Plan, number: int, step: int) -> str:
     where = "the batch" if number == plan.last else f"batch {number}, which its worker builds before it,"
     return (
         f"step {step} can't be built again: {where} differs from what the run delivered. Dataset, files, transforms, "
-        "collate_fn, libraries and machine must be those of the run; compare the run's log with that of a new one by "
-        "`rayloader diff`, which names what has changed"
+        "collate_fn, libraries and machine must be those of the run; `rayloader show` tells with which versions it was "
+        "logged"
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rayloader import fetching
 from rayloader.interrupts import new_lock
 from rayloader.resume.journal import Journal
-from rayloader.resume.samplers import Samplers, Start, ranks_in, trains_in_a_group
+from rayloader.resume.samplers import Samplers, Start
 from rayloader.task import NothingSkipped
 
 if TYPE_CHECKING:
@@ -178,8 +178,7 @@ class Position:
             from rayloader.resume.skips import SkipSteps
 
             at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
-            alone = not trains_in_a_group() and ranks_in(loader, self.samplers) is None
-            self.skips = SkipSteps(loader.skip_steps, self.skips.steps, at, follows=alone)
+            self.skips = SkipSteps(loader.skip_steps, self.skips.steps, at)
 
     def step_of(self, task_id: int) -> int:
         """The number of the next task's step, or of the last one's.

@@ -44,7 +44,7 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Step, Task
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 14
+FORMAT, VERSION = "rayloader", 15
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 TAKEN = "_num_yielded"

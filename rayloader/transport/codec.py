@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayloader.transport.pickler import PROTOCOL, Overlap, Pickler, Special
+from rayloader.transport.pickler import PROTOCOL, Pickler, Special
 from rayloader.transport.raw import (
     DTYPES,
     NAMES,
@@ -96,8 +96,6 @@ class Encoded(NamedTuple):
         carried: parts of the object that travel unchanged.
         gathered: for a replica: more buffers, after the others.
         shared: for a replica: the storages in torch's shared memory, whole, by the number of their buffer.
-        overlap: for a replica: the arrays that share memory, and will not do so when decoded; only the first few of
-            many of a kind are checked.
         copied: for a replica: the first function that travels with a copy of a special object of its module, and that
             object's name.
     """
@@ -107,7 +105,6 @@ class Encoded(NamedTuple):
     carried: Sequence[Any]
     gathered: Sequence[bulk.Gathered] = ()
     shared: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
-    overlap: Overlap | None = None
     copied: tuple[str, str] | None = None
 
     @property
@@ -187,8 +184,8 @@ def encode(
     header = pickle.dumps((uses, extents, headers, [some.header for some in views]), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
-    carried, overlap = pickler.carried_objects, pickler.overlap()
-    return Encoded(file.getvalue(), buffers, carried, list(chain(*gathered)), shared, overlap, pickler.copied)
+    pickler.check_arrays()
+    return Encoded(file.getvalue(), buffers, pickler.carried_objects, list(chain(*gathered)), shared, pickler.copied)
 
 
 def _pickled(

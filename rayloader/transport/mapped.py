@@ -110,11 +110,6 @@ class Mappings:
             return []
 
     @functools.cached_property
-    def _written(self) -> dict[int, bool]:
-        """Whether a mapping is private and was written to, of those that were asked for, by their start."""
-        return {}
-
-    @functools.cached_property
     def _ends(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """For each mapping: its first address, and the one after its last."""
         starts, ends = [mapped.start for mapped in self._mapped], [mapped.end for mapped in self._mapped]
@@ -139,14 +134,6 @@ class Mappings:
     def _at(self, address: int) -> _Mapped | None:
         found = bisect(self._mapped, address, key=lambda mapped: mapped.start) - 1
         return self._mapped[found] if found >= 0 and address < self._mapped[found].end else None
-
-    def stays_shared(self, address: int) -> bool:
-        """Whether these bytes are a file's in workers too: a private mapping that was written to is copied."""
-        if (mapped := self._at(address)) is None:
-            return False
-        if mapped.start not in self._written:
-            self._written[mapped.start] = not mapped.shared and is_written(mapped.start, mapped.end - mapped.start)
-        return not self._written[mapped.start]
 
     def find(self, addresses: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The mapping that contains each stretch of memory, for `region`; -1 for none, and for empty stretches."""

@@ -141,24 +141,6 @@ def dumps_by_value(obj: Any) -> bytes:
     return file.getvalue()
 
 
-class Overlap(NamedTuple):
-    """Arrays of a replica that share memory with each other, or with tensors.
-
-    Attributes:
-        one: the first of them, in words.
-        other: what it shares memory with.
-        arrays: all such arrays.
-        nbytes: how many bytes of them are held twice when the replica is decoded.
-        converted: whether each pair is an array and the tensor that was made of the whole of it.
-    """
-
-    one: str
-    other: str
-    arrays: list[np.ndarray[Any, Any]]
-    nbytes: int
-    converted: bool
-
-
 class Span:
     """The bytes `start` to `end` of one storage, and the token that represents them."""
 
@@ -348,41 +330,10 @@ class Pickler(ByValuePickler):
         reduce = self.dispatch_table.get(type(obj))
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(PROTOCOL)
 
-    def overlap(self) -> Overlap | None:
-        """For `Encoded.overlap`. Memory that stays a file's is shared by everything that refers to it.
-
-        Raises:
-            ValueError: an array was resized after it was pickled.
-        """
-        stretches: list[tuple[int, int, np.ndarray[Any, Any] | None]] = []
-        for array, low, nbytes in self.arrays:
-            if (address(array), array.nbytes) != (low, nbytes):
-                raise resized()
-            dense = array.flags.forc  # otherwise only its first item is certain not to be a gap
-            stretches.append((low, low + (nbytes if dense else min(nbytes, array.itemsize)), array))
-        if not stretches:
-            return None
-        for span in self.spans.values():
-            low = span.storage.data_ptr()
-            stretches.append((low + span.start, low + span.end, None))
-        farthest, before = 0, stretches[0]
-        pairs = []
-        for stretch in sorted(stretches, key=operator.itemgetter(0, 1)):
-            low, high, _ = stretch
-            if low < min(high, farthest) and not cast("Mappings", self.mapped).stays_shared(low):
-                pairs.append((before, stretch))
-            if high > farthest:
-                farthest, before = high, stretch
-        if not pairs:
-            return None
-        one, other = pairs[0]
-        return Overlap(
-            one=_in_words(one[2]),
-            other=_in_words(other[2]),
-            arrays=[array for pair in pairs for _, _, array in pair if array is not None],
-            nbytes=sum(min(one[1], other[1]) - other[0] for one, other in pairs),
-            converted=all(one[:2] == other[:2] and (one[2] is None) is not (other[2] is None) for one, other in pairs),
-        )
+    def check_arrays(self) -> None:
+        """Raises ValueError if an array of a replica was resized after it was pickled."""
+        if any((address(array), array.nbytes) != (low, nbytes) for array, low, nbytes in self.arrays):
+            raise resized()
 
     def _tensor(self, tensor: Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -494,10 +445,6 @@ class Pickler(ByValuePickler):
         layout = strides, offset, order, writable, kind
         reduction = make_array, arguments if layout == _USUAL else (*arguments, *layout)
         return (*reduction, (None, attributes, writable), None, None, set_array) if attributes else reduction
-
-
-def _in_words(array: np.ndarray[Any, Any] | None) -> str:
-    return "a tensor" if array is None else f"an array of shape {array.shape}"
 
 
 def _has_bits(tensor: Tensor) -> bool:

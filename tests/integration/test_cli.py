@@ -70,10 +70,9 @@ def test_doctor_says_what_to_do(run, monkeypatch):
 
 
 @pytest.mark.full
-def test_bench_measures_both_loaders_and_recommends(run, tmp_path):
-    plot = tmp_path / "plot.png"
+def test_bench_measures_both_loaders_and_recommends(run):
     options = "--batch-size", "4", "--max-workers", "1", "--seconds", "0.2", "--collate-fn", "cli_data:collate"
-    result = run("bench", "cli_data:Squares", *options, "--plot", str(plot), "--json")
+    result = run("bench", "cli_data:Squares", *options, "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     for kind in ("torch", "rayloader"):
@@ -82,7 +81,6 @@ def test_bench_measures_both_loaders_and_recommends(run, tmp_path):
         assert all(0 < rate["wait_share"] <= 1 for rate in found[kind])
     assert found["num_workers"] in (0, 1)
     assert "batches a second with" in found["reason"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.full
@@ -94,12 +92,10 @@ def test_bench_prints_a_table(run):
 
 
 @pytest.mark.full
-def test_tune_stops_where_the_trainer_hardly_waits(run):
-    result = run("tune", "cli_data:made", "--step-ms", "100", "--seconds", "0.5", "--max-workers", "1", "--json")
+def test_bench_recommends_for_a_trainer_of_a_step_time(run):
+    result = run("bench", "cli_data:made", "--step-ms", "100", "--seconds", "0.5", "--max-workers", "1", "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
-    last = found["rayloader"][-1]
-    assert last["wait_share"] <= 0.02 or last["num_workers"] == 1
     assert found["reason"].startswith(("with", "even with"))
 
 
@@ -124,6 +120,6 @@ def test_the_readmes_commands_run_as_they_stand(run, line, tmp_path, monkeypatch
     ],
 )
 def test_what_cannot_be_measured_is_named(run, name, message):
-    result = run("tune", name, "--step-ms", "1", "--seconds", "0.1", "--max-workers", "0")
+    result = run("bench", name, "--step-ms", "1", "--seconds", "0.1", "--max-workers", "0")
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())

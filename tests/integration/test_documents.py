@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from documents import BLOCKS, ROOT, Block
-from rayloader.frameworks import patching
+from rayloader.frameworks import adopted
 
 COMMANDS = {
     "python": [],
@@ -41,7 +41,7 @@ def unpatched() -> Iterator[None]:
     method = multiprocessing.get_start_method(allow_none=True)
     yield
     multiprocessing.set_start_method(method, force=True)
-    for patch in list(patching._installed):
+    for patch in list(adopted.patches):
         patch.remove()
 
 
@@ -50,7 +50,9 @@ def unpatched() -> Iterator[None]:
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.command == ""], ids=str)
 def test_a_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(write(block, tmp_path)), run_name="__main__")
+    program = str(write(block, tmp_path))
+    monkeypatch.setattr(sys, "argv", [program])  # without arguments
+    runpy.run_path(program, run_name="__main__")
 
 
 @pytest.mark.full

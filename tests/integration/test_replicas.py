@@ -22,7 +22,6 @@ import rayloader
 from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
-from rayloader.actors import replica
 from rayloader.actors.actor import Actor, RayAnswer
 from rayloader.actors.channels import ActorCalls
 from rayloader.actors.pool import get_pool
@@ -92,46 +91,6 @@ def test_workers_share_one_copy_and_writes_are_their_own(kind):
         assert before[1] <= 16  # the skeleton's page at most
         assert 1024 <= after[1] <= 1024 + 16
         assert total == MIB
-
-
-def test_arrays_that_share_memory_are_warned_of_once(caplog):
-    array = np.zeros(7)
-
-    def write_to_one(data):
-        data[0][:] = 1
-        return data[1].tolist()
-
-    for _ in range(2):
-        assert list(holding([array, array[:2]], write_to_one)) == [[0, 0]] * 2
-    told = [record.getMessage() for record in caplog.records if "shares memory with" in record.getMessage()]
-    assert len(told) == 1
-    assert "an array of shape (2,) shares memory with an array of shape (7,)" in told[0]
-
-
-class Cached:
-    """As MONAI's `CacheDataset`: what it was given, and what was made of that."""
-
-    def __init__(self, samples):
-        self.samples = samples
-        self.cache = [torch.from_numpy(sample) for sample in samples]
-
-
-def test_samples_that_are_kept_as_arrays_and_as_tensors_are_warned_of_if_they_are_large(caplog, monkeypatch):
-    monkeypatch.setattr(replica, "_seen_overlaps", set())
-    cached = Cached([np.full(19, float(number)) for number in range(3)])
-    written = types.SimpleNamespace(counts=np.zeros(23), tensor=None)
-    written.tensor = torch.from_numpy(written.counts)
-
-    def told(data):
-        caplog.clear()
-        list(holding(data, lambda _: 0))
-        return [record.getMessage() for record in caplog.records if "shares memory with" in record.getMessage()]
-
-    assert not told(cached)
-    assert len(told(written)) == 1
-    monkeypatch.setattr(replica, "_MUCH", 3 * 19 * 8)
-    assert len(told(cached)) == 1
-    assert not told(cached)
 
 
 def test_named_tuples_that_workers_cannot_import_are_as_others():

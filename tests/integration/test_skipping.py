@@ -103,17 +103,6 @@ def test_a_state_from_before_a_spike_goes_on_without_it():
     assert batches(resumed) == [batch for step, batch in enumerate(rest, 3) if step != 6]
 
 
-def test_a_file_may_grow_while_the_run_goes_on(tmp_path):
-    path = tmp_path / "skip.txt"
-    path.write_text("")
-    options = {"seeding": "batch", "prefetch_factor": 1}
-    whole, loader = batches(loaded(**options)), loaded(**options, skip_steps=path)
-    iterator = iter(loader)
-    found = [plain(next(iterator))]
-    path.write_text("7\n")
-    assert found + batches(iterator) == [batch for step, batch in enumerate(whole) if step != 7]
-
-
 def test_the_epochs_of_a_run_are_counted_over_resumptions():
     loader = loaded()
     assert loader.state_dict()["epoch"] == 0
@@ -137,11 +126,9 @@ def test_actors_leave_out_the_same(ray_session):
     assert batches(loaded(workers="ray", skip_steps=SKIPPED)) == batches(loaded(skip_steps=SKIPPED))
 
 
-def test_bad_values_are_refused_when_the_loader_is_made(tmp_path):
+def test_bad_values_are_refused_when_the_loader_is_made():
     with pytest.raises(ValueError, match="skip_steps"):
         DataLoader(range(4), skip_steps=[-1])
-    with pytest.raises(FileNotFoundError):
-        DataLoader(range(4), skip_steps=tmp_path / "none")
 
 
 def test_random_steps_and_places():

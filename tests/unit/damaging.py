@@ -1,6 +1,6 @@
-"""Damages logs and states in many ways, and uses what is left; run by itself, because an interpreter may crash.
+"""Damages states in many ways, and uses what is left; run by itself, because an interpreter may crash.
 
-`python damaging.py log|state|worker FIRST COUNT` prints, as JSON, what was raised that is no RayloaderError, by the
+`python damaging.py state|worker FIRST COUNT` prints, as JSON, what was raised that is no RayloaderError, by the
 number of the case. Before each case its number goes to the standard error, so that a crash names the last one.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import copy
 import faulthandler
-import gc
 import json
 import random
 import resource
 import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -28,8 +26,7 @@ from rayloader import DataLoader, RayloaderError
 from rayloader.random.generators import Generators
 from rayloader.random.packed import checked, pack, unpack
 from rayloader.random.random_state import RandomState
-from rayloader.replay import compare, describe
-from rayloader.replay.provenance import read
+from rayloader.replay import describe
 from rayloader.resume.state import State, as_saved
 
 MEMORY = 2 << 30  # bytes of addresses that the cases may take together
@@ -46,63 +43,6 @@ class WithState(IterableDataset):
 
     def load_state_dict(self, state):
         pass
-
-
-# ---- logs
-
-
-def a_log(folder: Path) -> tuple[bytes, list[int]]:
-    """A log, and the places in it that are not of a long text."""
-    path = folder / "whole"
-    torch.manual_seed(1)
-    both = DataLoader(range(40), 4, shuffle=True, provenance=path), DataLoader(WithState(), None, provenance=path)
-    for loader in both:
-        for _ in range(2):
-            list(loader)
-    del loader, both
-    gc.collect()
-    content, texts, at = path.read_bytes(), [], 0
-    while (at := content.find(b'{"iteration"', at)) >= 0:
-        texts.append(range(at, at := at + int.from_bytes(content[at - 4 : at], "little")))
-    return content, [place for place in range(len(content)) if not any(place in text for text in texts)]
-
-
-def damage_log(content: bytes, places: list[int], rng: random.Random) -> bytes:
-    """The log, truncated or with other bytes, mostly where its form is."""
-    if rng.random() < 0.2:
-        return content[: rng.randrange(len(content))]
-    damaged = bytearray(content)
-    for _ in range(rng.choice([1, 1, 1, 3])):
-        place = rng.choice(places) if rng.random() < 0.8 else rng.randrange(len(content))
-        damaged[place] ^= 1 << rng.randrange(8) if rng.random() < 0.5 else rng.randrange(1, 256)
-    return bytes(damaged)
-
-
-def use_log(path: Path) -> None:
-    """All that the commands and `batch_at` read of it."""
-    log = read(path)
-    found = compare.described_log(log)
-    compare.log_in_words(found)
-    json.dumps(found)
-    for one in map(log.of_loader, log.loaders):
-        compare.compared(one, one)
-        for epoch in one.epochs:
-            if rows := one.steps_of(epoch).to_pylist():
-                one.of_worker(epoch, rows[0]["worker"])
-                one.row(epoch, rows[0]["step"])
-
-
-def log_cases() -> Callable[[random.Random], None]:
-    """Uses one damaged log."""
-    folder = Path(tempfile.mkdtemp())
-    content, places = a_log(folder)
-
-    def case(rng: random.Random) -> None:
-        path = folder / "damaged"
-        path.write_bytes(damage_log(content, places, rng))
-        use_log(path)
-
-    return case
 
 
 # ---- states
@@ -198,8 +138,7 @@ def state_cases() -> Callable[[random.Random], None]:
     def case(rng: random.Random) -> None:
         name = rng.choice([*saved])
         state = damage_state(saved[name], rng)
-        describe.in_words(described := describe.described(State.load(state)))
-        json.dumps(described)
+        json.dumps(describe.described(State.load(state)))
         loader = makers[name]()
         loader.load_state_dict(state)
         for count, _ in enumerate(loader):
@@ -228,7 +167,7 @@ def worker_cases() -> Callable[[random.Random], None]:
     return case
 
 
-CASES = {"log": log_cases, "state": state_cases, "worker": worker_cases}
+CASES = {"state": state_cases, "worker": worker_cases}
 
 
 def main(kind: str, first: int, count: int) -> None:

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rayloader.errors import RaySessionError
-from rayloader.observe import histogram
+from rayloader.observe import spent
 from rayloader.protocol import Answer, Result, ResultKind, Up, WorkerAddress
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
@@ -264,7 +264,7 @@ class Process:
         return Answer(
             None if result is None else result.fields,
             self.fleet.seconds,
-            histogram.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0),
+            spent.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0),
             (hosted.rebuilt, hosted.to_rebuild),
             state=state if result is not None and result.kind in (ResultKind.BATCH, ResultKind.EXHAUSTED) else None,
             **self.fleet.news,

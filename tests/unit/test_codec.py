@@ -585,54 +585,12 @@ def test_a_replicas_views_of_memory_maps_have_their_attributes(tmp_path):
     masked = np.ma.masked_array(mapped, mask=mapped > 500)
     assert masked._mmap is not None
     encoded = encode([mapped, masked, InfoArray(mapped[3], "x")], mapped=Mappings())
-    assert encoded.overlap is None
     rows, hidden, row = decode(encoded.skeleton, [bytearray(b) for b in encoded.buffers])
     assert (type(rows), rows.mode, rows.filename) == (np.memmap, "r", mapped.filename)
     assert type(hidden.data) is np.memmap
     assert hidden.sum() == masked.sum()
     assert (row.info, row.tolist()) == ("x", list(range(300, 400)))
     assert masked._mmap is not None
-
-
-def test_arrays_of_a_replica_that_share_memory_are_told_of(tmp_path):
-    array, tensor, table = np.zeros(6), torch.zeros(5), np.zeros((300, 300))
-    masked = np.ma.array(np.zeros(6), mask=[0, 1] * 3, fill_value=3.0)
-    mapped = np.memmap(tmp_path / "file", np.float64, "w+", shape=(20,))
-    read, written = (np.memmap(tmp_path / "file", np.float64, "c", shape=(20,)) for _ in range(2))
-    written[7] = 1.0  # it is copied as a whole, for each array over it
-    shares = [
-        [array[:3], array],
-        [array, torch.from_numpy(array)[1:]],
-        [tensor.numpy(), tensor],
-        [table[:, 3], table],
-        [table.T, table[::-1]],
-        [table[first : first + 2] for first in range(200)],
-        [array, array[2:].view(InfoArray)],
-        [masked[:3], masked],
-        [written[:3], written[:5]],
-    ]
-    own = [
-        [array[:3], array[3:], array[3:].copy()],
-        [array[:3], torch.from_numpy(array[3:])],
-        [array, array],
-        [tensor[:3], tensor[1:]],
-        [table[:, 3], table[:, 4]],
-        [*table],
-        [mapped, mapped[:3], np.asarray(mapped)[1:]],
-        [read, read[:3]],
-        [np.zeros(0), array[:0], array],
-        [masked[:3], masked[3:], masked.copy()],
-    ]
-    assert [encode(some, mapped=Mappings()).overlap is None for some in shares] == [False] * len(shares)
-    assert [encode(some, mapped=Mappings()).overlap for some in own] == [None] * len(own)
-    assert encode([array[:3], array]).overlap is None  # a batch
-    overlap = encode(shares[0], mapped=Mappings()).overlap
-    assert (overlap.one, overlap.other, overlap.nbytes) == ("an array of shape (3,)", "an array of shape (6,)", 24)
-    assert [id(each) for each in overlap.arrays] == [id(each) for each in shares[0]]
-    converted = [array, torch.from_numpy(array)]
-    given = [*shares, converted, [*converted, table, table[0]]]
-    found = [number for number, some in enumerate(given) if encode(some, mapped=Mappings()).overlap.converted]
-    assert found == [2, len(shares)]
 
 
 def test_other_arrays():

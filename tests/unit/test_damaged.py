@@ -1,4 +1,4 @@
-"""Damaged states and provenance logs: an error of rayloader's or a right result, never a crash, a hang or another."""
+"""Damaged states: an error of rayloader's or a right result, never a crash, a hang or another."""
 
 import copy
 import json
@@ -25,8 +25,8 @@ from states import saved
 
 HANG_LIMIT = 600.0  # seconds that the cases of one test may take: a damaged length must not lead to an endless loop
 
-CASES = {"log": 80, "state": 200, "worker": 200}
-FULL = {"log": 2_000, "state": 10_000, "worker": 5_000}
+CASES = {"state": 200, "worker": 200}
+FULL = {"state": 10_000, "worker": 5_000}
 ALL = [(kind, 0, count) for kind, count in CASES.items()]
 ALL += [pytest.param(kind, CASES[kind], count, marks=pytest.mark.full) for kind, count in FULL.items()]
 

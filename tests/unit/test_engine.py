@@ -28,7 +28,7 @@ from rayloader.epoch import reports
 from rayloader.epoch.ahead import AheadThread
 from rayloader.epoch.depth import Pace
 from rayloader.epoch.draws import start
-from rayloader.epoch.engine import HELD_BACK, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, TICK_S, Engine
+from rayloader.epoch.engine import HELD_BACK, LOOK_S, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
 from rayloader.errors import RaySessionError
 from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
@@ -210,7 +210,7 @@ class Epoch:
 
     def await_one(self) -> None:
         """As `next` does while there is no batch."""
-        self.engine._await(TICK_S)
+        self.engine._await(LOOK_S)
 
     def given(self, worker_id: int) -> list[int]:
         """The tasks that a worker's process was told to build, and has heard of."""
@@ -817,7 +817,7 @@ def test_a_batch_that_is_overdue_is_named(begin):
     epoch.fleet.works = False
     with pytest.raises(BatchTimeoutError, match=r"timed out after 5.0 seconds waiting for batch 0 from worker 0"):
         epoch.take()
-    assert 5.0 <= sum(epoch.fleet.waits) < 5.0 + 2 * TICK_S
+    assert 5.0 <= sum(epoch.fleet.waits) < 5.0 + 2 * LOOK_S
     epoch.fleet.works = True
     assert epoch.take_all() == expected(12), "and it may be waited for again"
 
@@ -836,7 +836,7 @@ def test_any_answer_begins_the_time_again(begin):
     epoch.fleet.wait = noting
     with pytest.raises(BatchTimeoutError):
         epoch.take()
-    assert sum(waited) >= 5.0 + 3 * TICK_S
+    assert sum(waited) >= 5.0 + 3 * LOOK_S
 
 
 def test_the_time_for_a_process_to_start_does_not_count(begin):

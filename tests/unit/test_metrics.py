@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from rayloader.observe import metrics
-from rayloader.observe.histogram import pack
 from rayloader.observe.metrics import COUNTERS, GAUGES, INTERVAL_S, Metrics
 from rayloader.observe.recorder import Recorder
+from rayloader.observe.spent import pack
 
 
 class Told:

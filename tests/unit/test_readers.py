@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 import rayloader
-from rayloader.frameworks.readers import LightningReader
 
 MODULES = {
     "ray.train.torch.train_loop_utils": "_WrappedDataLoader",
@@ -300,13 +299,3 @@ def test_where_the_length_is_not_known_lightning_says_whether_the_epoch_is_over(
     loop.load([], last=last)
     loop.set_up()
     assert loop.fetcher.held == [following if last else [rest[0].tolist(), None]]
-
-
-def test_lightning_is_told_what_skipped_steps_cost():
-    class Loop:
-        pass
-
-    loop = Loop()
-    with pytest.warns(UserWarning, match="Lightning counts the batches of an epoch, and one that skip_steps"):
-        LightningReader(Loop(), loop).note_skips()
-    LightningReader(Loop(), None).note_skips()  # it works for something else than a training

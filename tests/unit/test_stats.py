@@ -1,4 +1,4 @@
-"""What a loader measures of itself: histograms, tallies with a clock of the test's own, and the verdict on numbers."""
+"""What a loader measures of itself: times, tallies with a clock of the test's own, and the verdict on numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import gc
 import math
 import pickle
 import random
-import threading
 import tracemalloc
 import weakref
-from array import array
 from collections import namedtuple
 
 import numpy as np
@@ -21,8 +19,8 @@ import torch
 from rayloader import DataLoader, LoaderStats
 from rayloader.epoch.local import _nbytes
 from rayloader.observe import recorder
-from rayloader.observe.histogram import Histogram, Series, Work, pack
 from rayloader.observe.recorder import FOLD, SLOWEST, Recorder, Tally
+from rayloader.observe.spent import KEPT, Series, Work, pack
 from rayloader.observe.stats import ENOUGH_BATCHES, Period, SlowBatch, Times, WorkerStats, verdict
 
 
@@ -37,83 +35,40 @@ def clock(monkeypatch):
     return Clock
 
 
-# ---- histograms
+# ---- series
 
 
-def histogram(times):
-    return Histogram().plus(array("d", times))
+def series(times):
+    made = Series()
+    for seconds in times:
+        made.add(seconds)
+    return made
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 100.0])
-def test_quantiles_are_right_to_six_percent(scale):
+def test_quantiles_are_those_of_the_last_times():
     source = random.Random(1)
-    times = sorted(scale * source.lognormvariate(0, 1) for _ in range(2001))
-    found = histogram(times).times()
-    assert (found.count, found.longest) == (2001, times[-1])
+    times = [source.lognormvariate(0, 1) for _ in range(3 * KEPT)]
+    found = series(times).times()
+    assert (found.count, found.longest) == (3 * KEPT, max(times))
     assert math.isclose(found.total, sum(times))
-    for share, quantile in ((0.5, found.median), (0.95, found.p95), (0.99, found.p99)):
-        assert math.isclose(quantile, times[round(2000 * share)], rel_tol=0.07)
+    assert [found.median, found.p95, found.p99] == np.quantile(times[-KEPT:], [0.5, 0.95, 0.99]).tolist()
 
 
-def test_a_histogram_of_nothing_is_zero():
-    assert Histogram().times() == Times()
+def test_a_series_of_nothing_is_zero():
+    assert Series().times() == Times()
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-12, 1e9])
-def test_times_beyond_its_classes_are_counted(seconds):
-    assert histogram([seconds]).times().count == 1
-
-
-def test_no_quantile_is_longer_than_the_longest():
-    found = histogram([1.0] * 10).times()
-    assert found.median == found.p95 == found.p99 == found.longest == 1.0
-
-
-def test_histograms_add_up():
-    one, both = histogram([0.001] * 3), histogram([0.001] * 3 + [0.1] * 4)
-    assert one.merged(histogram([0.1] * 4)).times() == both.times()
+def test_series_add_up():
+    one, both = series([0.001] * 3), series([0.001] * 3 + [0.1] * 4)
+    assert one.merged(series([0.1] * 4)).times() == both.times()
+    assert one.times() == series([0.001] * 3).times()
 
 
 def test_what_took_longer_is_counted():
-    number, seconds = histogram([0.001] * 98 + [0.03] * 2).above(0.004)
-    assert number == 2
-    assert math.isclose(seconds, 0.03, rel_tol=0.07)
-
-
-def test_what_is_folded_and_what_is_not_are_told_as_one():
-    series, times = Series(), [0.001 * number for number in range(1, 101)]
-    for place, seconds in enumerate(times):
-        if place in (10, 60):
-            series.fold()
-        series.add(seconds)
-        assert series.histogram.times().count == place + 1
-    assert series.histogram.times() == histogram(times).times()
-    assert math.isclose(series.total, sum(times))
-
-
-def test_whoever_reads_sees_each_entry_once_while_another_thread_adds_and_folds():
-    series, done, wrong = Series(), threading.Event(), []
-
-    def read():
-        before = 0
-        while not done.is_set():
-            count = series.histogram.times().count
-            if not before <= count <= FOLD * 50:
-                wrong.append((before, count))
-            before = count
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        for _ in range(50):
-            for _ in range(FOLD):
-                series.add(0.001)
-            series.fold()
-    finally:
-        done.set()
-        thread.join()
-    assert wrong == []
-    assert series.histogram.times().count == FOLD * 50
+    assert series([0.001] * 98 + [0.03] * 2).above(0.004) == (2, 0.03)
+    number, seconds = series([0.001] * 4 * KEPT + [0.03] * (KEPT // 2)).above(0.004)
+    assert number == (4 * KEPT + KEPT // 2) // 2  # half of the last times are slow
+    assert math.isclose(seconds, 0.03)
 
 
 def test_what_workers_did_adds_up_for_each_of_them():
@@ -219,7 +174,7 @@ def test_memory_does_not_grow_with_the_batches(clock):
             tracemalloc.stop()
 
     size(100)
-    assert size(20_000) < size(100) + FOLD * 150  # bytes, of an entry in each log
+    assert size(20_000) < size(100) + FOLD * 250  # bytes, of an entry in the log, and of the last times
 
 
 def test_the_slowest_batches_are_kept_and_no_others():

@@ -11,7 +11,7 @@ import torch
 
 import programs
 from rayloader import DataLoader, RayloaderError
-from rayloader.observe.histogram import Spent
+from rayloader.observe.spent import Spent
 from rayloader.observe.trace import Trace
 
 
