@@ -265,6 +265,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
             add_note(error, f"a share of a cache's samples is built again to be compared; this was sample {number}")
             raise
         if content_of(self._store.as_read(sample)) != content_of(self._store.as_read(again)):
+            self._store.doubt(number)
             raise CacheError(
                 f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, so that "
                 f"the cache {self._place} would give other batches. Something it depends on has changed (an attribute, "

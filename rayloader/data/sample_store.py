@@ -255,6 +255,11 @@ class SampleStore:
         if (entry := self._index[number]) & _LEFT:
             self._index[number] = entry & ~_LEFT
 
+    def doubt(self, number: int) -> None:
+        """A sample was compared, and is wrong: each reader compares it from here on."""
+        if entry := self._index[number]:
+            self._index[number] = entry & ~_LEFT | 1
+
     def as_read(self, sample: Any) -> Any:
         """A sample as it would be read: objects may differ from those that were pickled, though they are equal."""
         skeleton, buffers = self._encoded(sample)

@@ -149,8 +149,8 @@ def _filled(shares: Shares, bounds: Array, counts: Array) -> Array:
     weights = shares.weights[rows]
     wanted = np.array([shares.at(int(step)) for step in bounds[:-1][blocks]])
     read, ends, sizes = counts[:-1][blocks].astype(np.float64), counts[1:][blocks], sizes[blocks]
-    with np.errstate(divide="ignore"):
-        pace = 1 / weights
+    with np.errstate(divide="ignore", over="ignore"):  # of weights that are zero, or nearly
+        pace = np.minimum(1 / weights, _LATE / 2)
         deadlines = np.where(weights > 0, (read + 1 - wanted) * pace, _LATE / 2)
     found = np.empty((len(blocks), int(sizes[0])), np.uint32)
     many = np.arange(len(blocks))
