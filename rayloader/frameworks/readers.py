@@ -28,10 +28,13 @@ first batch. Where the length is not known, Lightning may have drawn that batch 
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+from typing_extensions import override
 
 from rayloader.errors import StateError
 from rayloader.frameworks._compat_lightning import (
@@ -71,6 +74,9 @@ class FrameworkReader:
         """Whether it has states for its loaders that it should have loaded by now."""
         return False
 
+    def note_skips(self) -> None:
+        """The loader has `skip_steps`."""
+
     def reads(self, iterator: ReadAhead) -> None:
         """It is given this iterator."""
 
@@ -100,6 +106,17 @@ class LightningReader(FrameworkReader):
     def drops_states(self) -> bool:
         """See NOTE [States that Lightning drops]."""
         return (loop := self._loop()) is not None and has_states(loop)
+
+    @override
+    def note_skips(self) -> None:
+        if self._loop() is not None:
+            warnings.warn(
+                "Lightning counts the batches of an epoch, and one that skip_steps makes shorter has no end for it: it "
+                "runs no validation there, saves no checkpoint that depends on it, and drops gradients that are "
+                "accumulated by then. Return None from training_step() for such a batch in place of skip_steps, or "
+                "leave all this to the program",
+                stacklevel=4,
+            )
 
     def reads(self, iterator: ReadAhead) -> None:
         """It is given this iterator, of one of its loaders."""
@@ -155,6 +172,8 @@ def read(loader: Any) -> Iterator[Any]:
     reader = find_reader()
     if reader is None:
         return loader._new_iterator()  # type: ignore[no-any-return]
+    if loader.skip_steps is not None:
+        reader.note_skips()
     loader._before = EarlierState()
     return ReadAhead(loader, loader._before, reader)
 

@@ -299,3 +299,15 @@ def test_where_the_length_is_not_known_lightning_says_whether_the_epoch_is_over(
     loop.load([], last=last)
     loop.set_up()
     assert loop.fetcher.held == [following if last else [rest[0].tolist(), None]]
+
+
+def test_lightning_is_told_what_skipped_steps_cost():
+    from rayloader.frameworks.readers import LightningReader
+
+    class Loop:
+        pass
+
+    loop = Loop()
+    with pytest.warns(UserWarning, match="Lightning counts the batches of an epoch, and one that skip_steps"):
+        LightningReader(Loop(), loop).note_skips()
+    LightningReader(Loop(), None).note_skips()  # it works for something else than a training
