@@ -18,6 +18,7 @@ import numpy as np
 
 from rayloader.errors import NESTING, too_deep, unfit
 
+_HUGE = 10**600  # whole numbers from there on have digits that Python may refuse to show, and JSON too
 _TYPE = "rayloader: type"
 _TUPLE = "rayloader: tuple"  # begins a list that stands for one: as a dict it would be nested a level deeper
 
@@ -55,6 +56,11 @@ def pack(state: Any, depth: int = 0) -> Any:
             return {_TYPE: name, "dtype": state.dtype.str, "shape": list(state.shape), "content": content}
         case bytes() if type(state) is bytes:
             return {_TYPE: "bytes", "content": text_of(state)}
+        case np.dtype() if state.names is None and not state.hasobject:
+            return {_TYPE: "dtype", "dtype": state.str}
+        case collections.defaultdict() if type(state) is collections.defaultdict and _names_type(state.default_factory):
+            factory = state.default_factory
+            return {_TYPE: "defaultdict", "factory": factory and factory.__name__, "items": _items(state, depth)}
         case collections.deque() if type(state) is collections.deque:
             return {_TYPE: "deque", "items": [pack(part, depth + 2) for part in state], "maxlen": state.maxlen}
         case pathlib.PurePath() if type(state).__name__ in _PATHS:
@@ -62,6 +68,11 @@ def pack(state: Any, depth: int = 0) -> Any:
         case set() | frozenset() if type(state) in (set, frozenset):
             # In the same order in each process.
             return {_TYPE: type(state).__name__, "items": sorted([pack(part, depth + 2) for part in state], key=repr)}
+        case int() if type(state) is int and abs(state) >= _HUGE:
+            return {_TYPE: "int", "hex": hex(state)}
+        case range() | slice():
+            parts = state.start, state.stop, state.step
+            return {_TYPE: type(state).__name__, "items": [pack(part, depth + 2) for part in parts]}
     return _pack_container(state, depth)
 
 
@@ -103,21 +114,35 @@ def _rebuilt(name: str, packed: dict[str, Any]) -> Any:
             return array.reshape(packed["shape"])[() if name == "scalar" else ...]
         case "bytes":
             return bytes_of(packed["content"])
+        case "dtype":
+            return checked_dtype(packed["dtype"])
+        case "defaultdict":
+            factory = packed["factory"]
+            return collections.defaultdict(factory and _FACTORIES[factory], _unpack_items(packed))
         case "dict" | "OrderedDict":
             return {"dict": dict, "OrderedDict": collections.OrderedDict}[name](_unpack_items(packed))
+        case "int":
+            return int(packed["hex"], 16)
         case "deque":
             return collections.deque(map(unpack, packed["items"]), packed["maxlen"])
         case "list" | "set" | "frozenset":
             return getattr(builtins, name)(map(unpack, packed["items"]))
+        case "range" | "slice":
+            return getattr(builtins, name)(*map(unpack, packed["items"]))
     return _PATHS[name](packed["path"])
 
 
+_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     "PosixPath": pathlib.Path,  # on the system that loads the state
     "WindowsPath": pathlib.Path,
     "PurePosixPath": pathlib.PurePosixPath,
     "PureWindowsPath": pathlib.PureWindowsPath,
 }
+
+
+def _names_type(factory: Any) -> bool:
+    return factory is None or _FACTORIES.get(getattr(factory, "__name__", "")) is factory
 
 
 def _items(state: Any, depth: int) -> list[Any]:

@@ -46,7 +46,7 @@ def write_picture(facts: Facts, path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("the picture of a plan needs matplotlib: pip install rayloader[cli]") from error
+        raise ImportError("the picture of a plan needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(5 * len(facts.panels), 3.2), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(facts.panels), squeeze=False)[0], facts.panels, strict=True):
         axes.set_title(panel.title, fontsize="medium")

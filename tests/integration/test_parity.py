@@ -112,7 +112,6 @@ PARITY = {
     ],
     "the timeout's text, and the process ends after it": [
         "errors::test_a_timeout_names_batch_and_worker_and_iteration_may_go_on",
-        "errors::test_each_arrival_extends_the_time_limit_as_in_torch",
         "scripts::test_a_script_ends_by_itself_whatever_is_still_alive",
     ],
     # Batches
