@@ -27,8 +27,8 @@ def pack_collate(
     Args:
         samples: each a tensor, array or list of tokens, of shape (tokens,); or a dict that has them as `tokens`, and
             may have other fields.
-        fields: of dicts, also to be joined, on the last dimension, which must be as long as the tokens. By default all
-            tensors and arrays of that length.
+        fields: of dicts, also to be joined, on the last dimension, which must be as long as the tokens. By default
+            `labels`, and all tensors, arrays, and lists of numbers of that length.
         tokens: the name of the field of tokens.
         seq_len: samples are cut to so many tokens: as `Packing` counts them with too_long="truncate".
         pad: whether the pack is filled up to `seq_len`, by a sequence of `pad_id` whose labels are -100: other fields
@@ -49,9 +49,10 @@ def pack_collate(
     parts = [_tensor(row[tokens])[..., :seq_len] for row in rows]
     sizes = np.array([part.shape[-1] for part in parts])
     ids = rows[0][tokens]
-    names = [name for name, value in rows[0].items() if _is_along(value, ids)] if fields is None else fields
+    if fields is None:  # labels in any case: the tokens must not take their place without a word
+        fields = [name for name, value in rows[0].items() if name == "labels" or _is_along(value, ids)]
     joined: dict[str, Any] = {"input_ids": torch.cat(parts, -1).long()}
-    for name in names:
+    for name in fields:
         if name != tokens:
             joined[name] = _joined(name, [_tensor(row[name])[..., :seq_len] for row in rows], sizes)
     labels = joined.setdefault("labels", joined["input_ids"].clone())
@@ -85,7 +86,7 @@ class Cuts(Dataset[Any]):
     Args:
         dataset: map-style; its samples are tensors, arrays or lists of tokens, or dicts with them.
         tokens: the name of the field of tokens, where samples are dicts. Other tensors and arrays whose last dimension
-            is as long are cut with it.
+            is as long, and lists of so many numbers, are cut with it.
     """
 
     def __init__(self, dataset: Any, tokens: str = "input_ids") -> None:
@@ -112,6 +113,9 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _is_along(value: Any, tokens: Any) -> bool:
+    """Whether a field has a value for each token: tensors and arrays on their last dimension, lists of numbers."""
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(tokens) and {int, float, bool}.issuperset(map(type, value))
     shape = tuple(getattr(value, "shape", ()))
     return bool(shape) and shape[-1] == len(tokens)
 

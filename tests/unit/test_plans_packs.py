@@ -45,6 +45,29 @@ def test_a_pack_of_dicts_joins_the_fields_that_are_as_long():
     assert samples[0]["labels"].tolist() == [10, 20, 30]
 
 
+ROWS = [
+    {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4], "words": list("abcd")},
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "words": list("efg")},
+]
+
+
+def test_lists_of_numbers_are_joined_as_datasets_of_hugging_face_give_them():
+    pack = pack_collate(ROWS)
+    assert pack["labels"].tolist() == [-100, -100, 3, 4, -100, 6, 7]
+    assert "words" not in pack
+    cuts = Cuts(ROWS)
+    pack = pack_collate([cuts[0, 1, 3], cuts[1, 0, 2]])
+    assert pack["input_ids"].tolist() == [2, 3, 5, 6]
+    assert pack["labels"].tolist() == [-100, 3, -100, 6]
+
+
+def test_labels_that_do_not_fit_are_an_error_and_never_the_tokens():
+    with pytest.raises(
+        ValueError, match=r"each field must be as long as the tokens, \[2\], and 'labels' is \[3\] long"
+    ):
+        pack_collate([{"input_ids": [1, 2], "labels": [1, 2, 3]}])
+
+
 def test_a_padded_pack_has_one_shape_and_padding_is_a_sequence_of_its_own():
     pack = pack_collate(TEXTS, seq_len=8, pad=True, pad_id=9)
     assert pack["input_ids"].tolist() == [1, 2, 3, 4, 5, 6, 9, 9]
