@@ -123,7 +123,7 @@ class Packing(BatchPlan):
             "packs": f"{len(made.tokens):,} of {self.seq_len:,} tokens",
             "efficiency": f"{self.efficiency:.3%} of the room is used by {made.tokens.sum():,} tokens",
             "left out": f"{self.left_out:,} tokens",
-            "steps": f"{len(balance):,} for {self.num_replicas} rank{'s' * (self.num_replicas > 1)}; the fullest pack of a step has "
+            "steps": f"{len(balance):,} with num_replicas={self.num_replicas}; the fullest pack of a step has "
             f"{balance.mean():.4f} times the mean on average, {balance.max():.3f} at most",
         }
         panels = [
