@@ -310,7 +310,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._state: State | None = None  # loaded, for the next iter()
         self._of_other_workers = False  # the last iterator's position came from a loader with another number of workers
         self._last_iterator: weakref.ref[Any] | None = None
-        self._in_torchs_epoch = False  # torch's own workers have begun one, see `epoch/torchs.py`
+        self._torchs_epoch: object = None  # the one that torch's own workers are in, see `epoch/torchs.py`
         self._before: EarlierState | None = None  # of the last iterator, if its reader may be ahead of the program
         # The loader from which a framework has rebuilt this one; and whether such a rebuilt one was read since.
         self._source = source_of(num_workers, dataset)
@@ -441,7 +441,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         from rayloader.epoch.local import LocalIterator
 
         iterator = LocalIterator(self, self._state)
-        self._state, self._of_other_workers, self._in_torchs_epoch = None, False, False
+        self._state, self._of_other_workers, self._torchs_epoch = None, False, None
         self._position, self._last_iterator = iterator.position, None
         return iterator
 
@@ -589,7 +589,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
         if self._state is not None:
             return checkpoint.still(self, self._state)
-        if self._in_torchs_epoch:
+        if self._torchs_epoch is not None:
             from rayloader.epoch.torchs import no_place
 
             raise no_place("can't be saved")
@@ -634,7 +634,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         else:
             self._state = checkpoint.load(self, State.load(state_dict)) if state_dict != {} else None
         self._iterator = self._before = None
-        self._read_anew = self._in_torchs_epoch = False
+        self._read_anew, self._torchs_epoch = False, None
 
     def batch_at(
         self,
@@ -690,7 +690,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             "_before": None,
             "_source": no_loader,
             "_read_anew": False,
-            "_in_torchs_epoch": False,
+            "_torchs_epoch": None,
         }
         if self.provenance is not None:  # where this process means it to be
             own["provenance"] = os.path.join(os.getcwd(), os.fspath(self.provenance))

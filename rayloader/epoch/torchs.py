@@ -56,15 +56,16 @@ class TorchsIterator(MultiProcessIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         loader._state = loader._position = None
-        loader._in_torchs_epoch = True
+        self._epoch = loader._torchs_epoch = object()
         super()._reset(loader, first_iter)
 
     def __next__(self) -> Any:
         try:
             return super().__next__()
         except StopIteration:
-            if (loader := self._reader()) is not None:
-                loader._in_torchs_epoch = False
+            loader = self._reader()
+            if loader is not None and loader._torchs_epoch is self._epoch:  # otherwise another one is under way
+                loader._torchs_epoch = None
             raise
 
 

@@ -45,7 +45,7 @@ def whole_batch(dataset: Any, indices: Any) -> Any:
     """
     if type(indices) is not list or len(indices) < FEWEST or set(map(type, indices)) != {int}:
         return None
-    if not _IS_TORCHS or any(vars(kind).get(name) is not method for kind, name, method in _METHODS):
+    if not _IS_TORCHS or any(getattr(kind, name, None) is not method for kind, name, method in _METHODS):
         return None
     try:
         return _filled(_select(dataset, np.array(indices, np.int64)), len(indices))
@@ -83,14 +83,15 @@ def _of_stack(dataset: StackDataset[Any], rows: _Places) -> Any:
 
 def _of_subset(dataset: Subset[Any], rows: _Places) -> Any:
     chosen: Any = dataset.indices
+    if type(chosen) is torch.Tensor and chosen.dtype is torch.int64 and chosen.is_cpu:
+        chosen = chosen.numpy()
+    is_array = type(chosen) is np.ndarray and chosen.dtype == np.int64 and chosen.ndim == 1
+    if not is_array and type(chosen) not in (list, tuple, range):  # first: others need have no length
+        raise _NotWhole
     if rows.min() < 0 or rows.max() >= len(chosen):
         raise _NotWhole
-    if type(chosen) is torch.Tensor and chosen.dtype is torch.int64 and chosen.dim() == 1 and chosen.is_cpu:
-        return _select(dataset.dataset, chosen.numpy()[rows])
-    if type(chosen) is np.ndarray and chosen.dtype == np.int64 and chosen.ndim == 1:
+    if is_array:
         return _select(dataset.dataset, chosen[rows])
-    if type(chosen) not in (list, tuple, range):
-        raise _NotWhole
     found = [chosen[row] for row in rows.tolist()]
     if set(map(type, found)) != {int}:
         raise _NotWhole
@@ -158,11 +159,13 @@ SELECTS: dict[type, Any] = {
     Subset: _of_subset,
     ConcatDataset: _of_concatenation,
 }
-# What a program may have replaced, by what torch has: another file's function is not torch's.
+# What a program may have replaced, or added, by what torch has: another file's function is not torch's.
 _METHODS = [
-    (kind, name, method)
+    (kind, name, getattr(kind, name, None))
     for kind in (TensorDataset, StackDataset, Subset, ConcatDataset)
     for name in ("__getitem__", "__getitems__")
-    if (method := vars(kind).get(name)) is not None
 ]
-_IS_TORCHS = all(method.__code__.co_filename == _FILE for _, _, method in _METHODS)
+_IS_TORCHS = all(
+    method is None or getattr(getattr(method, "__code__", None), "co_filename", None) == _FILE
+    for _, _, method in _METHODS
+)

@@ -51,8 +51,9 @@ def check_states():
         batches(loader)
         other.load_state_dict(loader.state_dict())
         assert batches(other) == batches(loader)
-    iterator = iter(loader)
+    earlier, iterator = iter(loader), iter(loader)
     next(iterator)
+    assert len(list(earlier)) == len(loader)
     with pytest.raises(rayloader.StateError, match="the middle of an epoch can't be saved with torch's own workers"):
         loader.state_dict()
     assert len(list(iterator)) == len(loader) - 1

@@ -887,9 +887,11 @@ def test_two_that_write_the_same_do_not_disturb_each_other(tmp_path, monkeypatch
 
 def test_importing_rayloader_leaves_pyarrow_alone():
     program = """
+import inspect
 import sys
 import rayloader
 from rayloader import *
+inspect.getmembers(rayloader)
 assert "pyarrow" not in sys.modules
 assert rayloader.ArrowDataset.__name__ == "ArrowDataset" and rayloader.ParquetStream.__name__ == "ParquetStream"
 assert "pyarrow" in sys.modules

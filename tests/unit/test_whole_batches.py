@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from rayloader import DataLoader
@@ -63,6 +63,13 @@ class Marked(torch.Tensor):
     pass
 
 
+class Reversed:
+    """Indices of a subset, of no length."""
+
+    def __getitem__(self, place):
+        return LENGTH - 1 - place
+
+
 def with_own_getitems():
     dataset = TensorDataset(LABELS)
     dataset.__getitems__ = lambda indices: [(LABELS[0],)] * len(indices)
@@ -84,6 +91,7 @@ BY_SAMPLE = {
     "more items after each other": ConcatDataset([PAIRS, TensorDataset(IMAGES, LABELS, LABELS)]),
     "other names after each other": ConcatDataset([StackDataset(a=LABELS), StackDataset(b=LABELS)]),
     "indices that are no whole numbers": Subset(PAIRS, [torch.tensor(3)] * LENGTH),
+    "indices of no length": Subset(PAIRS, Reversed()),
     "methods of its own": with_own_getitems(),
 }
 
@@ -117,7 +125,8 @@ def test_a_whole_batch_is_that_of_its_samples(name):
 
 @pytest.mark.parametrize("name", BY_SAMPLE)
 def test_what_is_not_certain_is_asked_for_by_sample(name):
-    assert whole_batch(BY_SAMPLE[name], [LENGTH - 1, 0, LENGTH % len(BY_SAMPLE[name])]) is None
+    beyond_one = LENGTH if isinstance(BY_SAMPLE[name], ConcatDataset) else 1  # in the second of two datasets
+    assert whole_batch(BY_SAMPLE[name], [LENGTH - 1, 0, beyond_one]) is None
 
 
 @pytest.mark.parametrize("name", ["tensors", "a subset by list", "a dict of datasets", "datasets after each other"])
@@ -129,6 +138,13 @@ def test_indices_that_are_unusual_are_the_datasets_own_matter(name, indices):
 def test_methods_that_the_program_has_replaced_are_called(monkeypatch):
     assert whole_batch(PAIRS, [1]) is not None
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: (index,))
+    assert whole_batch(PAIRS, [1]) is None
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Dataset])
+def test_methods_that_the_program_has_added_are_called(kind, monkeypatch):
+    assert whole_batch(PAIRS, [1]) is not None
+    monkeypatch.setattr(kind, "__getitems__", lambda self, indices: indices, raising=False)
     assert whole_batch(PAIRS, [1]) is None
 
 
