@@ -381,12 +381,12 @@ class Mailbox:
         known = self._registered.get(descriptor, 0)
         if not owners:
             self._owners.pop(descriptor, None)
-        if epoll is None or events == known:
+        if epoll is None or not (events or known):
             return
         try:
             if not events:
                 epoll.unregister(descriptor)
-            elif known:
+            elif known:  # as before, too: this fails if the descriptor has become another file's
                 epoll.modify(descriptor, events)
             else:
                 epoll.register(descriptor, events)
