@@ -27,6 +27,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from rayloader.errors import RayloaderError
 from rayloader.interrupts import Waker
 from rayloader.protocol import Down, Setup
 from rayloader.resume.journal import Resumed
@@ -213,12 +214,18 @@ class Mailbox:
 
     Args:
         later: as for `Waker`.
+
+    Raises:
+        RayloaderError: this process can have no further descriptors; `wait` raises it too.
     """
 
     def __init__(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
         self._channels: dict[Process, Channel] = {}
         self._answers: dict[Any, Any] = {}  # to the watched calls
-        self._waker = Waker(later)
+        try:
+            self._waker = Waker(later)
+        except OSError as error:
+            raise _cannot_wait(error) from error
         self._waiting = 0  # threads that wait
         self._descriptors: dict[Channel, tuple[tuple[int, int], ...]] = {}
         # Who waits for each descriptor, and for which events; forks share the one of their zygote.
@@ -374,12 +381,12 @@ class Mailbox:
         known = self._registered.get(descriptor, 0)
         if not owners:
             self._owners.pop(descriptor, None)
-        if epoll is None or events == known:
+        if epoll is None or not (events or known):
             return
         try:
             if not events:
                 epoll.unregister(descriptor)
-            elif known:
+            elif known:  # as before, too: this fails if the descriptor has become another file's
                 epoll.modify(descriptor, events)
             else:
                 epoll.register(descriptor, events)
@@ -399,7 +406,10 @@ class Mailbox:
 
     def _new_epoll(self) -> select.epoll:
         while True:
-            changes, epoll, registered = self._changes, select.epoll(), {}
+            try:
+                changes, epoll, registered = self._changes, select.epoll(), {}
+            except OSError as error:
+                raise _cannot_wait(error) from error
             epoll.register(self._waker.descriptor, select.EPOLLIN)
             for descriptor, owners in list(self._owners.items()):
                 events = registered[descriptor] = functools.reduce(operator.or_, list(owners.values()), 0)
@@ -431,3 +441,9 @@ class Mailbox:
             else:
                 self._forget_registered()  # its channel was removed meanwhile, see `_register`
         return bool(found)
+
+
+def _cannot_wait(error: OSError) -> RayloaderError:
+    return RayloaderError(
+        f"can't wait for the workers: {error}. Use fewer workers, or raise the limit of open files (ulimit -n)"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import select
 import signal
 import time
 
@@ -29,7 +30,7 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport.lanes import SMALL_BYTES, Recycled, from_wire, received
 from rayloader.transport.line import LineSocket
-from rayloader.workers.connection import LineRefused, Mailbox, ProcessLost
+from rayloader.workers.connection import Channel, LineRefused, Mailbox, ProcessLost
 from rayloader.workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -406,3 +407,36 @@ def test_a_line_that_nobody_can_reach_is_refused_and_ray_calls_take_its_place(pe
     refused.worker.begin(refused.source)
     refused.run(("value", 3))
     assert refused.batch(refused.hear()[0]).tolist() == [3]
+
+
+class Waiting(Channel):
+    """Waits for one descriptor, and does nothing else."""
+
+    start = hurry = leave = run = replay = resume = close = lambda *_: None
+    lane = ""
+
+    def __init__(self, descriptor, mailbox):
+        super().__init__(object(), mailbox)
+        self.descriptor = descriptor
+
+    def descriptors(self):
+        return iter([(self.descriptor, select.POLLIN)])
+
+    def receive(self):
+        return []
+
+
+def test_a_descriptor_that_was_closed_and_is_another_files_wakes_whoever_waits_for_that():
+    mailbox, (read, write), (other, others_write) = Mailbox(), os.pipe(), os.pipe()
+    one, another = Waiting(read, mailbox), Waiting(read, mailbox)
+    for channel in (one, another):
+        mailbox.add(channel)
+        mailbox.to(channel.process)
+        mailbox.flush()
+        mailbox.wait(0)
+        if channel is one:
+            os.dup2(other, read)  # as a zygote's, that is closed before all its channels know
+    os.write(others_write, b"!")
+    assert mailbox.wait(60)
+    for descriptor in (read, write, other, others_write):
+        os.close(descriptor)

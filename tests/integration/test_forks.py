@@ -5,6 +5,7 @@ test_kinds_of_datasets.py.
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -27,7 +28,7 @@ from latches import Gate
 from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
 from rayloader.epoch import hosts
-from rayloader.workers import zygote
+from rayloader.workers import connection, zygote
 from test_scripts import FOLDER, finish
 
 pytestmark = [oversubscribed, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
@@ -498,20 +499,21 @@ def test_too_few_processes(monkeypatch):
 
 
 def test_too_few_descriptors():
-    """Whatever is missing, there is an error or there are the batches, and no hang."""
+    """Whatever is missing, there is an error with a remedy or there are the batches, and no hang."""
     program = (
         "import os, resource, torch\n"
-        "from rayloader import DataLoader\n"
+        "from rayloader import DataLoader, RayloaderError\n"
         "list(DataLoader(range(8), 2, num_workers=2, workers='fork'))\n"
         "used, ways = os.open('/dev/null', os.O_RDONLY), set()\n"
         "os.close(used)\n"
-        "for more in range(0, 18, 3):\n"
+        "for more in range(18):\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "    try:\n"
         "        batches = [b.tolist() for b in DataLoader(range(8), 2, num_workers=2, workers='fork')]\n"
         "        assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]], batches\n"
         "        ways.add('batches')\n"
-        "    except (OSError, RuntimeError) as error:\n"
+        "    except RayloaderError as error:\n"
+        "        assert 'ulimit -n' in str(error)\n"
         "        ways.add('error')\n"
         "        print(type(error).__name__, error)\n"
         "print(sorted(ways))\n"
@@ -519,6 +521,18 @@ def test_too_few_descriptors():
     done = programs.run(program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "['batches', 'error']", done.stdout
+
+
+def test_a_wait_for_which_there_is_no_descriptor_says_so_and_can_be_repeated(monkeypatch):
+    def refuse():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    iterator = iter(load(Drawing()))
+    with monkeypatch.context() as patch:
+        patch.setattr(connection.select, "epoll", refuse)
+        with pytest.raises(rayloader.RayloaderError, match=r"can't wait for the workers: .*files.*ulimit -n"):
+            list(iterator)
+    assert [taken(iterator)] == torchs("map-style")
 
 
 # ---- which workers
