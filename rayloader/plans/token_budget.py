@@ -123,7 +123,7 @@ class TokenBudget(BatchPlan):
             "batches": f"{len(sizes):,} of {sizes.min():,} to {sizes.max():,} samples, {sizes.mean():,.1f} on average",
             "padding": f"{self.padding:.2%} of the tokens",
             "budget": f"{made.room.mean() / self.max_tokens:.2%} of {self.max_tokens:,} tokens are used, with padding",
-            "steps": f"{len(balance):,} with num_replicas={self.num_replicas}; the most expensive batch of a step costs "
+            "steps": f"{len(balance):,} with num_replicas={self.num_replicas}; the dearest batch of a step costs "
             f"{balance.mean():.4f} times the mean on average, {balance.max():.3f} at most",
         }
         panels = [

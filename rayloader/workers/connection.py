@@ -425,8 +425,8 @@ class Mailbox:
 
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come; returns whether it has."""
-        if self._impatient:
-            timeout = min(timeout, *(channel.patience for channel in self._impatient))
+        if impatient := list(self._impatient):  # at once: another thread may change it
+            timeout = min(timeout, *[channel.patience for channel in impatient])
         epoll = self._epoll or self._new_epoll()
         self._waiting += 1
         try:
