@@ -160,7 +160,7 @@ def exit_in_words(code: int) -> str:
 
 # The oldest and the newest versions that were tested.
 TESTED = {
-    "Python": "3.11",
+    "Python": "3.11 to 3.14",
     "torch": "2.6 to 2.13",
     "ray": "2.52 to 2.60",
     "cloudpickle": "3.0 to 3.1",
