@@ -16,7 +16,6 @@ Results: the table in docs/performance.md, by --write.
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -171,8 +170,4 @@ def table(figures: list[Figure]) -> str:
 
 if __name__ == "__main__":
     with harness.clean_exit():
-        write = "--write" in sys.argv and not sys.argv.remove("--write")
-        made = table(measure(harness.options(__doc__)))
-        if write:
-            tables.put(DOCUMENT, COMMAND, made)
-        print(made)
+        tables.tell(DOCUMENT, COMMAND, lambda: table(measure(harness.options(__doc__))))

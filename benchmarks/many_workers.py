@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import sys
 import time
 import warnings
 from typing import Any
@@ -102,8 +101,4 @@ def table(figures: list[Figure]) -> str:
 
 if __name__ == "__main__":
     with harness.clean_exit():
-        write = "--write" in sys.argv and not sys.argv.remove("--write")
-        made = table(measure(harness.options(__doc__)))
-        if write:
-            tables.put(DOCUMENT, COMMAND, made)
-        print(made)
+        tables.tell(DOCUMENT, COMMAND, lambda: table(measure(harness.options(__doc__))))

@@ -6,6 +6,8 @@ tests/unit/test_document_tables.py holds each of them to its results.
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 END = "<!-- end of table -->"
@@ -21,6 +23,16 @@ def put(document: Path, command: str, table: str) -> None:
     text = document.read_text()
     begin, end = _block(command).search(text).span(1)  # type: ignore[union-attr]
     document.write_text(text[:begin] + table + text[end:])
+
+
+def tell(document: Path, command: str, make: Callable[[], str]) -> None:
+    """Prints a table; with --write among the program's arguments, which `make` does not see, also `put`s it."""
+    write = "--write" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--write"]
+    made = make()
+    if write:
+        put(document, command, made)
+    print(made)
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -38,7 +38,7 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, end_again, has_state, load_state
 from rayloader.transport import codec, unpicklable
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.lanes import Wire, from_wire, sealed, to_wire
+from rayloader.transport.lanes import Wire, from_wire, in_message, sealed, to_wire
 
 # How long a call rebuilds batches, in seconds: then it returns, so that the driver sees progress.
 REPLAY_SECONDS = 0.1
@@ -169,7 +169,7 @@ class HostedWorker:
         goal = self._goal
         if goal is None:
             return True
-        nothing = to_wire(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None)).fields
+        nothing = in_message(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
         again = BuildOrder(0, -1, nothing, again=True)
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)

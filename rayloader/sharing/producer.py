@@ -49,7 +49,7 @@ from rayloader.sharing.messages import (
     packed_content,
 )
 from rayloader.transport import codec, unpicklable
-from rayloader.transport.lanes import Recycled, to_wire
+from rayloader.transport.lanes import Recycled, in_message
 from rayloader.transport.line import Line, Message
 from rayloader.transport.memory_file import MemoryFileError
 from rayloader.transport.raw import new_memory
@@ -472,7 +472,7 @@ class HostedLoader:
             return self._as_error(
                 TypeError("a batch of a shared loader must not refer to Ray's objects; call ray.get() in collate_fn")
             )
-        return packed_content(Kind.BATCH, to_wire(encoded).fields, tcp_line.TcpLine.apart), encoded.nbytes
+        return packed_content(Kind.BATCH, in_message(encoded), tcp_line.TcpLine.apart), encoded.nbytes
 
     def _as_error(self, error: Exception) -> tuple[Message, int]:
         if self._loader.num_workers == 0:  # with workers, the traceback is in the text already
