@@ -131,9 +131,15 @@ def suit(generators: list[Any], states: Sequence[Any]) -> bool:
 
 
 def suits(generator: Any, state: Any) -> bool:
-    """Whether this state can belong to a generator of this kind."""
+    """Whether this state, which `packed.checked` has found right for some generator, can belong to one of this kind."""
     own = state_of(generator)
-    return type(own) is type(state) and (type(own) is not dict or own["bit_generator"] == state["bit_generator"])
+    if type(own) is not type(state):
+        return False
+    if isinstance(own, dict):
+        return bool(own.get("bit_generator") == state.get("bit_generator"))
+    if isinstance(generator, torch.Generator):
+        return len(own) == len(state)
+    return type(generator) is not random.Random or (own[0], len(own)) == (state[0], len(state))
 
 
 def distinct(found: Iterable[Any]) -> list[Any]:

@@ -45,6 +45,9 @@ def checked(those: RandomState) -> RandomState:
     for kind, state in own:
         if state is not None:
             check_state(state, kind)
+    for what, several in (("other generators", those.others), ("found generators", those.located)):
+        if not isinstance(several, (tuple, type(None))):
+            raise unfit(what, "a tuple", several)
     for state in those.others or ():
         check_state(state)
     for one in those.located or ():

@@ -41,7 +41,7 @@ def test_a_fork_is_like_a_process_that_ray_has_started(steps):
 
 
 def test_the_process_that_ray_has_started_ends_with_the_worker(steps):
-    assert steps["left"] == 0
+    assert steps["left"] == []
 
 
 def test_a_worker_with_an_environment_of_its_own_imports_everything_itself(steps):

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from interrupts import interrupted_at, no_hang
+from probes import oversubscribed
 from provenance_data import Dying, Noisy, Numbers
 from rayloader import DataLoader, RayloaderError, share
 from rayloader.replay.provenance import OUTCOMES, read
 from rayloader.workers.janitor import janitor
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 BATCH = 3
 KINDS = pytest.mark.parametrize("workers", ["fork", "ray"])
 FULL = pytest.mark.full
