@@ -198,7 +198,7 @@ class SimulatedAccelerator(Accelerator):
 
     def assert_locked_at_leisure(self):
         """At most one slot at a time was locked, with pauses, and no memory that no batch had been in."""
-        for before, locking in zip(self.lockings, self.lockings[1:]):
+        for before, locking in zip(self.lockings, self.lockings[1:], strict=False):
             assert locking.began >= before.ended + 10 * (before.ended - before.began)
         for locking in self.lockings:
             assert locking.new_pages * PAGE <= locking.nbytes / 8  # to which the sizes of slots are rounded

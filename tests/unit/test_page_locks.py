@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import simulated_device
 from rayloader.gpu import page_locks
 from rayloader.gpu.device import Marks, Pace
 from rayloader.gpu.page_locks import PageLocks
@@ -22,7 +23,6 @@ from rayloader.gpu.to_device import PinOrMove
 from rayloader.transport import codec, lanes
 from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
-import simulated_device
 from simulated_device import DEVICE, SimulatedAccelerator
 
 LIMIT_S = 120.0
