@@ -2,8 +2,11 @@
 
 It notes what a real one would do wrong without a word: a source that was written to before its copy (`torn`), memory
 that was unlocked or locked again while it was in use, an event of all streams while a graph is captured (`violations`).
+
+Its clock goes on when memory is locked, for which a real one lets no kernel start, and when the program trains.
 """
 
+import collections
 import ctypes
 import threading
 
@@ -11,7 +14,12 @@ import torch
 
 from pretended import pretend_accelerator
 from rayloader.gpu import device
-from rayloader.gpu.device import Accelerator, AcceleratorError, Event, Marks, move
+from rayloader.gpu.device import SMALL_BYTES, Accelerator, AcceleratorError, Event, Marks, Pace, move
+from rayloader.transport.arena import PAGE
+
+# Seconds to lock a GB of pages that exist, and of others, as on an H100.
+OLD_S, NEW_S = 0.15, 0.7
+Locking = collections.namedtuple("Locking", "began ended address nbytes new_pages")  # began, ended: by the clock
 
 DEVICE = torch.device("cuda", 0)
 LIMIT_S = 120.0  # to wait for another thread; on expiry the test fails
@@ -38,8 +46,12 @@ class SimulatedAccelerator(Accelerator):
     Args:
         at_each_query: how many copies are carried out when an event is asked whether it has happened.
         refuses: why no memory can be locked.
+        takes_time: whether locking takes time.
 
     Attributes:
+        seconds: what its clock shows.
+        lockings: one after the other.
+        staged: copies so far whose source was copied to page-locked memory first.
         registered: bytes of each locked range, by its address.
         most_registered: bytes that were locked at the same time, at most.
         queued, done: copies so far.
@@ -50,8 +62,12 @@ class SimulatedAccelerator(Accelerator):
 
     can_register = True
 
-    def __init__(self, at_each_query=0, refuses=""):
-        self.at_each_query, self.refuses = at_each_query, refuses
+    def __init__(self, at_each_query=0, refuses="", takes_time=False):
+        self.at_each_query, self.refuses, self.takes_time = at_each_query, refuses, takes_time
+        self.seconds = 0.0
+        self.pace = Pace(lambda: self.seconds)
+        self.lockings = []
+        self.staged = 0
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.registered = {}
@@ -71,6 +87,11 @@ class SimulatedAccelerator(Accelerator):
                 raise AcceleratorError(self.refuses)
             if any(self._overlap(address, nbytes, *other) for other in self.registered.items()):
                 self.violations.append(f"{nbytes} bytes at {address:x} are locked twice")
+            new_pages = _missing_pages(address, nbytes)
+            began = self.seconds
+            if self.takes_time:
+                self.seconds += ((nbytes - new_pages * PAGE) * OLD_S + new_pages * PAGE * NEW_S) / 1e9
+            self.lockings.append(Locking(began, self.seconds, address, nbytes, new_pages))
             self.registered[address] = nbytes
             self.most_registered = max(self.most_registered, sum(self.registered.values()))
 
@@ -105,7 +126,8 @@ class SimulatedAccelerator(Accelerator):
             self.changed.notify_all()
             if leaf.is_contiguous() and self.is_locked(source, held.nbytes):
                 self.pending.append([source, held, result])
-            else:  # as with CUDA, whose call then returns when the source was read
+            else:  # its source is read before the call returns, into page-locked memory if it is large
+                self.staged += leaf.nbytes > SMALL_BYTES
                 self.pending.append([held.data_ptr(), held, result])
             return result
 
@@ -117,6 +139,11 @@ class SimulatedAccelerator(Accelerator):
                 leaf.record_stream(None)
 
     # ---- for the tests
+
+    def train(self, seconds):
+        """A step of so many seconds, in the program's thread."""
+        with self.lock:  # no kernel starts while memory is being locked
+            self.seconds += seconds
 
     def move_anything(self, to, moved=None):
         """Lets `Tensor.to` of a device that is none give the tensor itself."""
@@ -169,6 +196,21 @@ class SimulatedAccelerator(Accelerator):
         monkeypatch.setattr(device, "current", lambda: self)
         return self
 
+    def assert_locked_at_leisure(self):
+        """At most one slot at a time was locked, with pauses, and no memory that no batch had been in."""
+        for before, locking in zip(self.lockings, self.lockings[1:], strict=False):
+            assert locking.began >= before.ended + 10 * (before.ended - before.began)
+        for locking in self.lockings:
+            assert locking.new_pages * PAGE <= locking.nbytes / 8  # to which the sizes of slots are rounded
+
     @staticmethod
     def _overlap(start, nbytes, other, size):
         return start < other + size and other < start + nbytes
+
+
+def _missing_pages(address, nbytes):
+    """How many pages of a mapped file do not exist yet."""
+    exists = (ctypes.c_ubyte * (nbytes // PAGE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), exists) == 0, ctypes.get_errno()
+    return sum(not (page & 1) for page in exists)

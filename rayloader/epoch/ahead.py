@@ -24,6 +24,7 @@ from rayloader import fetching
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch.schedule import Schedule
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
+from rayloader.observe.recorder import Tally
 from rayloader.protocol import Result, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import lanes
@@ -160,15 +161,17 @@ class Preparation:
         engine: of the epoch.
         delivery: what is done to batches; if nothing, they are only copied.
         copies: memory for copies.
+        tally: counts what is page-locked.
 
     Attributes:
         locked_at: when memory was page-locked for a batch last, as of `time.monotonic`; infinite while that goes on.
     """
 
-    def __init__(self, engine: Receives, delivery: Delivery, copies: Recycled) -> None:
+    def __init__(self, engine: Receives, delivery: Delivery, copies: Recycled, tally: Tally) -> None:
         self._engine = engine
         self._delivery = delivery
         self._copies = copies
+        self._tally = tally
         self.locked_at = 0.0
 
     def is_done(self, task: Task, result: Result) -> bool:
@@ -220,8 +223,12 @@ class Preparation:
 
     def _opened_and_prepared(self, task: Task, result: Result) -> Any:
         if result.wire is not None and self._delivery.accelerator is not None:
-            self.locked_at = math.inf
-            lanes.page_lock(result.wire)
+            began, self.locked_at = time.perf_counter(), math.inf
+            locked, all_is_locked = lanes.page_lock(result.wire)
+            self._tally.page_locked += all_is_locked
+            if locked:
+                self._tally.locked_bytes += locked
+                self._tally.locking += time.perf_counter() - began
             self.locked_at = time.monotonic()
         data = opened(task, result)
         if isinstance(data, ExceptionWrapper) or data is fetching.NOTHING:

@@ -500,7 +500,7 @@ class Engine:
         if self._ahead is None and (self._delivery.prepares or self.fleet.processes.copies):
             with self.lock:
                 if not self.schedule.closed:
-                    preparation = Preparation(self, self._delivery, self._copies)
+                    preparation = Preparation(self, self._delivery, self._copies, self._tally)
                     self._preparation = preparation
                     self._ahead = AheadThread(preparation.work, self._delivery.device_index)
         if self._ahead is not None:

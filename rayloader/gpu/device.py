@@ -21,6 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -32,6 +35,10 @@ from rayloader.errors import RayloaderError
 from rayloader.interrupts import new_lock
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+# After page-locking or unlocking, so many times as long passes before the next time as this has taken.
+PAUSES = 10
+# Tensors up to this size are copied from whatever memory they are in: CUDA takes them over before the call returns.
+SMALL_BYTES = 1 << 16
 # Results of cudaHostUnregister after which nothing is registered there: success, and that nothing was, for instance
 # because the context is gone (InvalidValue, CudartUnloading, ContextIsDestroyed, HostMemoryNotRegistered).
 _NOT_REGISTERED = (0, 1, 4, 709, 713)
@@ -51,14 +58,55 @@ class Event(Protocol):
         """Waits until it has happened."""
 
 
+class Pace:
+    """When memory may be page-locked or unlocked: one slot at a time in a process, and with pauses.
+
+    The driver lets no kernel start while it registers memory, so that training stands still. With pauses of `PAUSES`
+    times the work it stands still for less than a tenth of the time, whatever the sizes. Any thread may call.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._turn = threading.Lock()  # by whom it is held, he works
+        self._next = -math.inf  # when the next may begin
+
+    def turn(self, work: Callable[[], None], patience: threading.Event | None = None) -> bool:
+        """Does the work if that is allowed now, and returns whether it was done.
+
+        Args:
+            work: on one slot.
+            patience: waits until it is allowed, or this is set.
+        """
+        left = self._next - self._clock()
+        if left > 0 and (patience is None or patience.wait(left)):
+            return False
+        if not self._turn.acquire(blocking=patience is not None):
+            return False
+        try:
+            began = self._clock()
+            try:
+                work()
+            finally:
+                ended = self._clock()
+                self._next = ended + PAUSES * (ended - began)
+        finally:
+            self._turn.release()
+        return True
+
+
 class Accelerator(Protocol):
     """The accelerators of this process, all of one kind. Any thread may call.
 
     Attributes:
         can_register: whether this kind can page-lock memory that it has not allocated, and has not failed to.
+        pace: of `register` and `unregister`.
     """
 
     can_register: bool
+    pace: Pace
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-locks whole pages.
@@ -88,7 +136,10 @@ class Accelerator(Protocol):
         """
 
     def copy(self, leaf: Any, device: torch.device) -> Any:
-        """The result of `to` of a tensor, or of another object that has it, queued on a stream of our own."""
+        """The result of `to` of a tensor, or of another object that has it, queued on a stream of our own.
+
+        A tensor that is not page-locked is copied into page-locked memory of torch's first, which torch uses again.
+        """
 
     def wait(self, event: Event, device: torch.device, leaves: Iterable[Any]) -> None:
         """Lets what the calling thread queues on the device from now on find what `copy` has returned.
@@ -150,6 +201,10 @@ class Marks:
         self._lock = new_lock(reentrant=False)
         self._waiting: list[_Later] = []
 
+    def __bool__(self) -> bool:
+        """Whether some are to be recorded."""
+        return bool(self._waiting)
+
     def event(self) -> Event:
         """An event that happens after what is queued before the next call of `record`."""
         self._waiting.append(later := _Later(self))
@@ -194,6 +249,7 @@ class TorchAccelerator(Accelerator):
     def __init__(self, kind: str) -> None:
         self._module: Any = torch.get_device_module(kind)
         self.can_register = kind == "cuda"
+        self.pace = Pace()
         self._queues: dict[torch.device, Any] = {}  # our streams
         self._streams: set[Any] = set()  # others that were seen
         self._driver: _Driver | None = None
@@ -227,9 +283,11 @@ class TorchAccelerator(Accelerator):
         driver, module = self._driver, self._module
         if not self._registers or torch.cuda.is_current_stream_capturing():
             return
-        for index in [module.current_device()] if driver is None else driver.devices():
-            self._streams.update((module.default_stream(index), module.current_stream(index)))
-        self._marks.record()
+        if driver is None or not driver.records_contexts:
+            for index in [module.current_device()] if driver is None else driver.devices():
+                self._streams.update((module.default_stream(index), module.current_stream(index)))
+        if self._marks:
+            self._marks.record()
 
     @override
     def event(self, device: torch.device | None = None) -> Event:
@@ -243,6 +301,9 @@ class TorchAccelerator(Accelerator):
 
     @override
     def copy(self, leaf: Any, device: torch.device) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.nbytes > SMALL_BYTES:
+            with contextlib.suppress(RuntimeError):  # no room: then the copy waits for the device
+                leaf = leaf.pin_memory()  # the same tensor, if it is page-locked
         with self._module.stream(self._queue(device)):
             return move(leaf, device)
 

@@ -1,28 +1,34 @@
-"""Which parts of an arena are page-locked for an accelerator, and which slots wait for copies from them.
+"""Which slots of an arena are page-locked for an accelerator, and which of them wait for copies.
 
-Promise: a slot lies in one *block*, and a block is page-locked as a whole or not at all, because CUDA refuses a copy
-from memory of which only a part is. Nothing waits here, except for the thread `rayloader-unlock` and `PageLocks.wait`.
-A `PageLocks` is for the driver's side of one arena; `lock` is for any thread, the rest for one at a time.
+Promise: a slot is page-locked as a whole or not at all, because CUDA refuses a copy of which only a part is. Nothing
+waits here, except for the thread `rayloader-unlock` and `PageLocks.wait`. A `PageLocks` is for the driver's side of one
+arena; `lock` is for any thread, the rest for one at a time.
+
+NOTE [One by one]. While memory is page-locked, the driver of CUDA lets no kernel start, and pages that nobody has
+touched yet take several times as long as others. So only slots with a batch are locked, each by itself: after the
+worker has written it, when it is used for the second time, and not more often than `Pace` allows. The batches of the
+others go through page-locked memory of torch's, as they would with torch's loader.
 
 NOTE [Held slots]. A program may drop a batch while a copy of it is still queued: `x.to("cuda", non_blocking=True)`
-followed by `del x`. So a slot of a locked block is *held* when its last view has died: its ticket goes back to the
-worker when the event has happened that is recorded when the program next asks for a batch. Nobody waits for it; without
-room the worker takes other memory. Which copies count says NOTE [All streams] in device.py. Copies from memory that is
-not locked read all of it before the call returns.
+followed by `del x`. So a locked slot is *held* when its last view has died: its ticket goes back to the worker when the
+event has happened that is recorded when the program next asks for a batch. Nobody waits for it; without room the worker
+takes other memory. Which copies count says NOTE [All streams] in device.py. Copies from memory that is not locked read
+all of it before the call returns.
 
-NOTE [Locked memory]. The pages of a locked block must stay where they are: the accelerator goes on reading those that
-it was told of. So nothing in an arena that may be locked is given back to the system, as cold or free memory of other
-arenas is, until its worker has ended. Then `Unlocker` unlocks each block in which no batch lives, after the last copy,
-and gives it back. A locked arena is mapped until all its blocks are unlocked, even if nothing else refers to it.
+NOTE [Locked memory]. The pages of a locked slot must stay where they are: the accelerator goes on reading those that it
+was told of. So a locked slot is never given back to the system, as cold memory and that of resting workers is, until
+its worker has ended. Then `Unlocker` unlocks each slot in which no batch lives, after the last copy, and gives it back.
+An arena with locked slots is mapped until all are unlocked, even if nothing else refers to it.
 """
 
 from __future__ import annotations
 
 import atexit
-import bisect
 import contextlib
+import functools
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -32,53 +38,64 @@ from rayloader.interrupts import Bell, DaemonThread, new_lock
 logger = logging.getLogger("rayloader")
 
 _WAKE_S = 60.0  # how long the thread sleeps at most; a ring wakes it
-# How long the end of the program waits for the block that is being unlocked, in seconds.
+# A larger slot is not page-locked: training would stand still for tenths of a second.
+MOST_BYTES = 512 << 20
+# How long the end of the program waits for the slot that is being unlocked, in seconds.
 _END_S = 10.0
 
 
 class PageLocks:
-    """The locked blocks of one arena, and its held slots.
+    """The locked slots of one arena, and those that are held.
 
     Args:
         accelerator: for which they are locked.
         start: address of the arena.
-        blocks: start and end of each of its blocks.
     """
 
-    def __init__(self, accelerator: Accelerator, start: int, blocks: list[tuple[int, int]]) -> None:
+    def __init__(self, accelerator: Accelerator, start: int) -> None:
         self.accelerator = accelerator
         self._start = start
-        self._blocks = blocks
-        self._lock = new_lock(reentrant=False)  # while a block is being locked or unlocked
-        self._locked: set[tuple[int, int]] = set()
+        self._lock = new_lock(reentrant=False)  # while a slot is being locked or unlocked
+        self._used: dict[int, int] = {}  # sizes of slots, by offset, in which there was a batch
+        self._locked: dict[int, int] = {}  # sizes of those that are locked
         self._closed = False
         self._held: deque[tuple[Event, list[int]]] = deque()
 
-    def lock(self, offset: int) -> None:
-        """Makes sure that the block of a slot is locked, if it can be; that may take a tenth of a second."""
-        start, end = block = self._block(offset)
-        if block in self._locked:
-            return
+    def lock(self, offset: int, nbytes: int) -> int:
+        """Page-locks a slot, which holds a batch, if that is worth it now: see NOTE [One by one].
+
+        Returns:
+            How many bytes were locked.
+        """
+        if self._closed or offset in self._locked or not self.accelerator.can_register:
+            return 0
+        if self._used.get(offset) != nbytes or nbytes > MOST_BYTES:
+            self._used[offset] = nbytes
+            return 0
+        self.accelerator.pace.turn(lambda: self._register(offset, nbytes))
+        return self._locked.get(offset, 0)
+
+    def _register(self, offset: int, nbytes: int) -> None:
         with self._lock:
-            if self._closed or block in self._locked:
+            if self._closed or offset in self._locked:
                 return
             try:
-                self.accelerator.register(self._start + start, end - start)
+                self.accelerator.register(self._start + offset, nbytes)
             except AcceleratorError as error:
                 self._closed = True
                 _warn(self.accelerator, error)
             else:
-                self._locked.add(block)
+                self._locked[offset] = nbytes
 
     def is_locked(self, offset: int) -> bool:
-        """Whether the block of a slot is locked."""
-        return self._block(offset) in self._locked
+        """Whether the slot at this place is locked."""
+        return offset in self._locked
 
     @property
     def locked(self) -> list[tuple[int, int]]:
-        """Start and end of the locked blocks."""
+        """Offset and size of each locked slot."""
         with self._lock:
-            return sorted(self._locked)
+            return sorted(self._locked.items())
 
     def hold(self, tickets: list[int]) -> None:
         """Nothing refers to these slots any more, but for copies that may be queued; see NOTE [Held slots]."""
@@ -103,20 +120,22 @@ class PageLocks:
                 event.synchronize()
 
     def close(self) -> bool:
-        """Locks no further blocks; returns whether some are locked."""
+        """Locks no further slots; returns whether some are locked."""
         with self._lock:
             self._closed = True
             return bool(self._locked)
 
     def unlock(self, in_use: Collection[int]) -> None:
-        """Unlocks all blocks but those with slots at these places."""
-        busy = {self._block(offset) for offset in in_use}
+        """Unlocks all slots but those at these places."""
+        for offset in sorted(self._locked.keys() - set(in_use)):
+            if unlocker.ended.is_set():
+                return
+            self.accelerator.pace.turn(functools.partial(self._unregister, offset), unlocker.ended)
+
+    def _unregister(self, offset: int) -> None:
         with self._lock:
-            for block in self._locked - busy:
-                if unlocker.ended:
-                    return
-                self.accelerator.unregister(self._start + block[0])
-                self._locked.remove(block)
+            self.accelerator.unregister(self._start + offset)
+            del self._locked[offset]
 
     def ring(self) -> None:
         """A batch of the arena has died, whose worker has ended. For finalizers."""
@@ -125,13 +144,6 @@ class PageLocks:
     def retire(self, unlock: Callable[[], bool]) -> None:
         """The worker has ended; see `Unlocker.retire`."""
         unlocker.retire(unlock)
-
-    def _block(self, offset: int) -> tuple[int, int]:
-        return self._blocks[bisect.bisect_right(self._blocks, offset, key=_start) - 1]
-
-
-def _start(block: tuple[int, int]) -> int:
-    return block[0]
 
 
 def _warn(accelerator: Accelerator, error: AcceleratorError) -> None:
@@ -147,18 +159,18 @@ def _warn(accelerator: Accelerator, error: AcceleratorError) -> None:
 
 
 class Unlocker:
-    """Unlocks the blocks of arenas whose workers have ended, in a thread that lives while there are some.
+    """Unlocks the slots of arenas whose workers have ended, in a thread that lives while there are some.
 
     Attributes:
         ended: the program ends, and the memory with the process: nothing more is unlocked.
     """
 
     def __init__(self) -> None:
-        self.ended = False
         self.forget()
 
     def forget(self) -> None:
         """To be called in a forked child: the arenas and the thread are its parent's."""
+        self.ended = threading.Event()
         self._bell = Bell()  # a batch has died, or there is another arena
         self._lock = new_lock()  # a finalizer may come while its thread has it
         self._retired: list[Callable[[], bool]] = []  # `unlock` of each arena
@@ -170,14 +182,14 @@ class Unlocker:
         self._bell.ring()
 
     def retire(self, unlock: Callable[[], bool]) -> None:
-        """Takes over an arena with locked blocks. Finalizers may call it; after an interrupt it is called again.
+        """Takes over an arena with locked slots. Finalizers may call it; after an interrupt it is called again.
 
         Args:
             unlock: the arena's method that unlocks what it can, and returns whether all is unlocked.
         """
         new = DaemonThread(self._work, "rayloader-unlock")
         with self._lock:
-            if self.ended:
+            if self.ended.is_set():
                 return
             if unlock not in self._retired:
                 self._retired.append(unlock)
@@ -191,7 +203,7 @@ class Unlocker:
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._retired or self.ended:
+                if not self._retired or self.ended.is_set():
                     self._thread = None
                     return
                 arenas = self._retired.copy()
@@ -221,7 +233,7 @@ class Unlocker:
     def end(self) -> None:
         """At the end of the program: a thread that is in C++ code when the interpreter ends would abort the process."""
         with self._lock:
-            self.ended = True
+            self.ended.set()
             thread = self._thread
         self._bell.ring()
         if thread is not None:

@@ -49,7 +49,10 @@ class WorkerTally:
 
 
 # Attributes of `Tally` that are added up, under the same names as in `Period`.
-_SUMS = "batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "blocked", "behind", "drawing"
+_SUMS = (
+    *("batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "blocked", "behind", "drawing"),
+    *("page_locked", "locked_bytes", "locking"),
+)
 
 
 class Tally:
@@ -74,7 +77,8 @@ class Tally:
         self.depth = depth
         self.wait, self.step = Series(), Series()
         self.batches = self.samples = self.nbytes = self.restarts = self.skipped = 0
-        self.first_wait = self.blocked = self.behind = self.drawing = 0.0
+        self.page_locked = self.locked_bytes = 0
+        self.first_wait = self.blocked = self.behind = self.drawing = self.locking = 0.0
         self.workers = [WorkerTally() for _ in range(num_workers)]
         self.slowest: list[Slow] = []
         self.slow = -1.0

@@ -102,6 +102,11 @@ class Period:
     blocked: float = 0.0
     behind: float = 0.0  #: seconds of `blocked` in which a finished batch had to wait for an earlier one.
     drawing: float = 0.0  #: seconds of `wait` for drawing from the sampler.
+    #: batches whose large tensors the workers have built in page-locked memory, from which a GPU takes them without a
+    #: further copy; with `pin_memory` or `device`.
+    page_locked: int = 0
+    locked_bytes: int = 0  #: memory of workers that was page-locked for batches.
+    locking: float = 0.0  #: seconds that this took, in which no kernel of a GPU starts.
     build: Times = Times()  #: a worker's work on a batch.
     slow: int = 0  #: batches that took more than 4 times the median to build, as far as the last 2,048 tell.
     slow_ratio: float = 0.0  #: how many times the median these took, on average.
@@ -220,6 +225,16 @@ class LoaderStats:
             waiting = f"{nbytes(self.bytes_under_way)} of batches wait for the trainer"
             held = f"; it still holds {nbytes(self.bytes_held)} of those it was given" if self.bytes_held else ""
             lines.append(("memory", waiting + held))
+        if self.total.page_locked or self.total.locked_bytes:
+            share = epoch.page_locked / epoch.batches if epoch.batches else 0.0
+            lines.append(
+                (
+                    "page-locked",
+                    f"{share:.0%} of this epoch's batches were built in page-locked memory; in it "
+                    f"{nbytes(epoch.locked_bytes)} were locked, in {seconds(epoch.locking)}; in all "
+                    f"{nbytes(self.total.locked_bytes)}",
+                )
+            )
         if self.cache is not None:
             lines.append(("cache", str(self.cache)))
         if self.cpu_use is not None:

@@ -42,12 +42,17 @@ the lowest stretch that fits: that touches no new page while an old one fits.
 
 NOTE [Cold memory]. A page costs memory once it was touched, even if its slot is free. Memory that no slot has
 covered while `COLD_AFTER` slots were taken is *cold*, and is given back to the system. It is counted in chunks. To give
-back all that is free would have each batch of the next ones touch its pages anew. An arena that may be page-locked for
-an accelerator keeps what it has touched: NOTE [Locked memory] in page_locks.py.
+back all that is free would have each batch of the next ones touch its pages anew.
+
+NOTE [Locked slots]. The driver may page-lock a slot for an accelerator while it has it leased (page_locks.py). The
+accelerator refuses a copy of which only a part is locked, and goes on reading the pages that it was told of. So the
+worker learns it before the slot is free again: then its place is for whole slots for ever, is neither joined nor cut
+nor cold, and is preferred for all that fills at least half of it.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import mmap
 import os
@@ -76,30 +81,12 @@ _NEVER = -1
 _GONE = "the worker of this batch was shut down"
 
 
-# Sizes of blocks in bytes, and how many there are of each, in the order in which they lie in an arena that may be
-# page-locked. A slot gets the first room that fits, so small batches lock little, and of a block that is locked for
-# large ones at most about half stays unused: what torch's own page-locked memory takes too, because it is rounded up to
-# powers of two.
-BLOCKS = ((4 << 20, 4), (16 << 20, 4), (64 << 20, 8), (256 << 20, 8), (1 << 30, 8), (4 << 30, 12))
-
-
 class ArenaError(RayloaderError):
     """An arena can't be created, opened or used here; its data has to go another way."""
 
 
 Slot = tuple[int, int, int]  # unique ticket in the arena; offset in the file; size in bytes
 Slice = tuple[Slot, int, int]  # of a buffer: its slot, its offset in the slot, its size in bytes
-
-
-def blocks(nbytes: int) -> list[tuple[int, int]]:
-    """Start and end of each block of an arena of so many bytes; the first page, its header, is in none."""
-    ends, end = [], 0
-    for size, count in BLOCKS:
-        for _ in range(count):
-            end += size
-            ends.append(end)
-    ends = [end for end in ends if end < nbytes] + [nbytes]
-    return list(zip([PAGE, *ends], ends, strict=False))
 
 
 class ArenaMemory:
@@ -114,7 +101,7 @@ class ArenaMemory:
         self.start: int = self.bytes.__array_interface__["data"][0]
         self.resting = False  # whether leases give freed memory back to the system
         self.gone = False  # whether all memory without a lease was given back
-        self.locks: PageLocks | None = None  # if it may be page-locked
+        self.locks: PageLocks | None = None  # of its slots, if they may be page-locked
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Gives the memory of whole pages back to the system; they read as zeros and can be used again."""
@@ -163,7 +150,7 @@ class SlotLease(Extent):
             return
         (ticket, start, size), mapping = self.slot, self.mapping
         reuse = self.forks == forks_begun
-        if reuse and mapping.resting and mapping.locks is None:
+        if reuse and mapping.resting and not self.is_page_locked:
             mapping.give_back(start, size)  # before the worker can learn of it
         dead.append((ticket, reuse))
         if mapping.gone:
@@ -172,10 +159,14 @@ class SlotLease(Extent):
             elif reuse:
                 mapping.give_back(start, size)
 
-    def page_lock(self) -> None:
-        """Makes sure that the slot is page-locked, if it may be; see `PageLocks.lock`."""
-        if (locks := self.mapping.locks) is not None:
-            locks.lock(self.start)
+    def page_lock(self) -> int:
+        """Page-locks the slot if that is worth it now, and returns its size if so; see `PageLocks.lock`."""
+        return 0 if (locks := self.mapping.locks) is None else locks.lock(self.start, self.nbytes)
+
+    @property
+    def is_page_locked(self) -> bool:
+        """Whether the slot is page-locked."""
+        return (locks := self.mapping.locks) is not None and locks.is_locked(self.start)
 
 
 Leases = dict[int, SlotLease | list[bytearray]]  # by ticket; the leases of one message, and copies
@@ -213,22 +204,19 @@ class Arena:
     Args:
         nbytes: room for slots, rounded up to whole pages. Pages cost memory once they are touched.
         kind: purpose of its slots; part of the file's name.
-        accelerator: for which its slots may be page-locked.
 
     Attributes:
         address: for the worker to open it.
-        accelerator: as given.
         spoiled: bytes that will never be free again (see NOTE [Forks]), as of the last call of `freed`.
 
     Raises:
         ArenaError: this system has no memory files, or no room for one.
     """
 
-    def __init__(self, nbytes: int, kind: str = "arena", accelerator: Accelerator | None = None) -> None:
+    def __init__(self, nbytes: int, kind: str = "arena") -> None:
         size = PAGE + max(1, -(-nbytes // PAGE)) * PAGE
         self._file: MemoryFile | None = None
         self._pid = os.getpid()
-        self.accelerator = accelerator
         try:
             self._file = MemoryFile(kind, size)
             self.address = self._file.address
@@ -238,18 +226,22 @@ class Arena:
         except (OSError, MemoryFileError) as error:
             self.close()
             raise ArenaError(f"can't make an arena's memory file: {error}") from error
-        if accelerator is not None:
-            from rayloader.gpu.page_locks import PageLocks
-
-            self._mapping.locks = PageLocks(accelerator, self._mapping.start, blocks(size))
         self._leased: dict[int, Slot] = {}  # by ticket: live leases, posted ones, held ones and spoiled ones
         self._dead: Dead = deque()  # posted by leases
         self._spoiled: set[int] = set()  # tickets
+        self._freed_locked: list[int] = []  # offsets of locked slots that `freed` has returned
         self.spoiled = 0
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
             self.close()
+
+    def page_lock_for(self, accelerator: Accelerator) -> None:
+        """From now on its slots may be page-locked."""
+        if self._mapping.locks is None:
+            from rayloader.gpu.page_locks import PageLocks
+
+            self._mapping.locks = PageLocks(accelerator, self._mapping.start)
 
     def view(self, where: Slice, leases: Leases) -> memoryview:
         """The bytes of a buffer, writable; they, and everything made from them, keep their slot leased.
@@ -308,8 +300,16 @@ class Arena:
                 locks.hold(held)
             tickets += locks.passed()
         for ticket in tickets:
-            self._leased.pop(ticket, None)
+            slot = self._leased.pop(ticket, None)
+            if locks is not None and slot is not None and locks.is_locked(slot[1]):
+                self._freed_locked.append(slot[1])
         return tickets
+
+    def locked(self, *, all_slots: bool = False) -> list[int]:
+        """Offsets of page-locked slots: those that `freed` has returned since the last call, or all."""
+        freed, self._freed_locked = self._freed_locked, []
+        locks = self._mapping.locks
+        return [offset for offset, _ in locks.locked] if all_slots and locks is not None else freed
 
     def leased(self) -> frozenset[int]:
         """Tickets of the slots that are leased, or will never be free again; call it directly after `freed`."""
@@ -356,7 +356,7 @@ class Arena:
             file.close()
 
     def unlock(self) -> bool:
-        """Unlocks blocks in which no batch lives; for `Unlocker`, once it is closed. Waits for the copies from there.
+        """Unlocks slots in which no batch lives; for `Unlocker`, once it is closed. Waits for the copies from there.
 
         Returns:
             Whether all is unlocked.
@@ -376,7 +376,7 @@ class Arena:
         """Gives all memory that is neither leased nor page-locked back to the system."""
         used = [(start, start + size) for _, start, size in self._leased.values()]
         if (locks := self._mapping.locks) is not None:
-            used += locks.locked
+            used += [(start, start + size) for start, size in locks.locked]
         free = 0
         for start, end in sorted(used):
             self._mapping.give_back(free, max(0, start - free))
@@ -404,19 +404,17 @@ class ArenaWriter:
     Args:
         mapping: of the file.
         nbytes: size of the file.
-        locked: the driver may page-lock it: each slot lies in one block, and no memory is given back.
 
     Attributes:
         full: whether there was no room for a buffer.
         small: buffers up to this size are not worth a slot of their own, according to the driver.
     """
 
-    def __init__(self, mapping: ArenaMemory, nbytes: int, *, locked: bool = False) -> None:
+    def __init__(self, mapping: ArenaMemory, nbytes: int) -> None:
         self.small = 0
-        self._keeps = locked
         self._mapping = mapping
         self._pid = os.getpid()
-        self._free = FreeSlots(*blocks(nbytes)) if locked else FreeSlots((PAGE, nbytes))
+        self._free = FreeSlots(PAGE, nbytes)  # the first page is the header
         self._slots: dict[int, _Taken] = {}  # by ticket
         self._batch: list[int] = []  # tickets taken for the batch that is being built
         self._kept: list[int] = []  # of slots that user code still referred to when their batch was finished
@@ -425,12 +423,11 @@ class ArenaWriter:
         self.full = False
 
     @classmethod
-    def open(cls, address: FileAddress, *, locked: bool = False) -> ArenaWriter:
+    def open(cls, address: FileAddress) -> ArenaWriter:
         """Maps the arena of another process.
 
         Args:
             address: of the arena.
-            locked: as for the constructor.
 
         Raises:
             ArenaError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is
@@ -441,7 +438,7 @@ class ArenaWriter:
             try:
                 if os.pread(fd, len(address.header), 0) != address.header:
                     raise ArenaError(f"{address.name} does not begin with its name")
-                return cls(ArenaMemory(fd, address.nbytes), address.nbytes, locked=locked)
+                return cls(ArenaMemory(fd, address.nbytes), address.nbytes)
             finally:
                 os.close(fd)
         except (OSError, MemoryFileError) as error:
@@ -524,6 +521,10 @@ class ArenaWriter:
         copied = self._copy(source)
         return bytearray(source) if copied is None else copied
 
+    def lock(self, offsets: Iterable[int]) -> None:
+        """The slots at these places are page-locked; the driver says so before they are free. NOTE [Locked slots]."""
+        self._free.lock(offsets)
+
     def free(self, tickets: Collection[int]) -> None:
         """The driver no longer needs these slots."""
         for ticket in tickets:
@@ -565,7 +566,7 @@ class ArenaWriter:
         self._last_ticket += 1
         taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, forks_begun)
         self._batch.append(self._last_ticket)
-        if self._last_ticket % COLD_AFTER == 0 and not self._keeps:
+        if self._last_ticket % COLD_AFTER == 0:
             self._look_again()
             for start, size in self._free.cold(other.slot[1:] for other in self._slots.values()):
                 self._mapping.give_back(start, size)
@@ -611,14 +612,14 @@ class FreeSlots:
     """The free list of an arena.
 
     Args:
-        rooms: start and end of each part of it, in bytes, ascending; whole pages. A slot lies in one of them.
+        start, end: of its room, in bytes; whole pages.
     """
 
-    def __init__(self, *rooms: tuple[int, int]) -> None:
-        end = rooms[-1][1]
+    def __init__(self, start: int, end: int) -> None:
         self._same_size: dict[int, list[int]] = {}  # starts of free slots by size, in the order of their return
-        self._stretches = list(rooms)  # the other free room: start, end, ascending
-        self._borders = {start for start, _ in rooms}
+        self._stretches = [(start, end)]  # the other free room: start, end, ascending
+        self._locked: set[int] = set()  # starts of page-locked places
+        self._free_locked: list[tuple[int, int]] = []  # size and start of those that are free, ascending
         self._taken = 0  # slots so far
         self._uses: dict[tuple[int, int], int] = {}  # since `cold` was called last: `_taken` by start and size
         self._last_use = np.zeros(-(-end // CHUNK), np.int64)  # of each chunk: the value of `_taken`; 0: not touched
@@ -626,10 +627,15 @@ class FreeSlots:
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Start and size of a slot of at least `nbytes` bytes, in whole pages; None if no stretch fits."""
         size = rounded(nbytes)
-        starts = self._same_size.get(size)
-        start = starts.pop() if starts else self._cut(size)
-        if start is None:
-            return None
+        at = bisect.bisect_left(self._free_locked, (size, 0))
+        if at < len(self._free_locked) and self._free_locked[at][0] <= 2 * size:
+            size, start = self._free_locked.pop(at)
+        else:
+            starts = self._same_size.get(size)
+            cut = starts.pop() if starts else self._cut(size)
+            if cut is None:
+                return None
+            start = cut
         self._taken += 1
         slot = start, size
         self._uses[slot] = self._taken
@@ -637,7 +643,14 @@ class FreeSlots:
 
     def put_back(self, start: int, size: int) -> None:
         """A slot, as returned by `take`, is free again."""
-        self._same_size.setdefault(size, []).append(start)
+        if start in self._locked:
+            bisect.insort(self._free_locked, (size, start))
+        else:
+            self._same_size.setdefault(size, []).append(start)
+
+    def lock(self, starts: Iterable[int]) -> None:
+        """The slots that begin there, and are not free yet, are page-locked; see NOTE [Locked slots]."""
+        self._locked.update(starts)
 
     def cold(self, in_use: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Start and size of memory that was touched and is cold, each only once.
@@ -645,7 +658,8 @@ class FreeSlots:
         Args:
             in_use: start and size of all slots that were taken and not put back.
         """
-        for (start, size), taken in (*self._uses.items(), *((slot, self._taken) for slot in in_use)):
+        locked = [(start, size) for size, start in self._free_locked]
+        for (start, size), taken in (*self._uses.items(), *((slot, self._taken) for slot in (*in_use, *locked))):
             last_use = self._last_use[start // CHUNK : -(-(start + size) // CHUNK)]
             np.maximum(last_use, taken, out=last_use)
         self._uses.clear()
@@ -668,7 +682,7 @@ class FreeSlots:
         self._same_size.clear()
         joined: list[tuple[int, int]] = []
         for start, end in sorted([*free, *self._stretches]):
-            if joined and joined[-1][1] == start and start not in self._borders:
+            if joined and joined[-1][1] == start:
                 joined[-1] = joined[-1][0], end
             else:
                 joined.append((start, end))

@@ -68,7 +68,7 @@ class Room(NamedTuple):
     address: FileAddress | None  # of the arena; None: the last one
     freed: list[int]  # tickets of slots that are free again
     small: int  # up to what size buffers are small
-    locked: bool = False  # whether the arena may be page-locked; it is, or is not, for all its life
+    locked: Sequence[int] = ()  # offsets of page-locked slots: of all that are freed by this message, at least
     abandoned: Sequence[int | None] = ()  # workers whose results so far are discarded; None in it: all workers'
     leased: Collection[int] = ()  # if there are some, the tickets of slots that are not
 
@@ -175,11 +175,15 @@ def leased_bytes(wire: Wire) -> int:
     return sum({lease.slot[0]: lease.slot[2] for lease in map(lease_of, wire.buffers) if lease is not None}.values())
 
 
-def page_lock(wire: Wire) -> None:
-    """Page-locks the slots that its buffers keep leased, as far as they may be."""
-    for lease in map(lease_of, wire.buffers):
-        if lease is not None:
-            lease.page_lock()
+def page_lock(wire: Wire) -> tuple[int, bool]:
+    """Page-locks slots that its buffers keep leased, as far as that is worth it now.
+
+    Returns:
+        How many bytes are page-locked that were not; whether its buffers lie in slots, all of which are page-locked.
+    """
+    leases = [lease for lease in map(lease_of, wire.buffers) if lease is not None]
+    nbytes = sum([lease.page_lock() for lease in leases])
+    return nbytes, bool(leases) and all(lease.is_page_locked for lease in leases)
 
 
 def pack(message: Any, wires: Sequence[Sequence[Any]]) -> Any:
@@ -209,7 +213,7 @@ class ArenaLane:
         kind: purpose of its slots, as for `Arena`.
 
     Attributes:
-        accelerator: for which the batches to come are to be page-locked. An arena that cannot be is replaced.
+        accelerator: for which the batches to come may be page-locked.
     """
 
     def __init__(self, kind: str = "arena") -> None:
@@ -238,22 +242,19 @@ class ArenaLane:
         """
         if self._off:
             return None, None
-        arena, accelerator = self._arena, self.accelerator
-        if accelerator is not None and not accelerator.can_register:
-            accelerator = None
+        arena = self._arena
         freed = arena.freed() if arena is not None else []
-        if arena is not None and accelerator is not None and arena.accelerator is not accelerator:
-            arena.close(give_back=True)  # what the worker still builds there is for nobody: it was lent to others
-            arena = None
         if arena is None or arena.spoiled > SPOILED_BYTES:
             try:
-                self._arena = arena = Arena(ARENA_BYTES, self._kind, accelerator)
+                self._arena = arena = Arena(ARENA_BYTES, self._kind)
             except ArenaError as error:
                 self._off = str(error)
                 return None, None
             freed = []
+        if self.accelerator is not None and self.accelerator.can_register:
+            arena.page_lock_for(self.accelerator)
         address = arena.address if arena.address is not known else None
-        news: tuple[Any, ...] = address, freed, SMALL_BYTES, arena.accelerator is not None
+        news: tuple[Any, ...] = address, freed, SMALL_BYTES, arena.locked(all_slots=bool(self._abandoned))
         if self._abandoned:
             news += [self._abandoned.pop() for _ in range(len(self._abandoned))], arena.leased()
         return Lent(arena), news
@@ -314,11 +315,12 @@ class WorkerLane:
         if (address := news.address) is not None and address != self.address:
             self._arena, self.address, self.error = None, address, ""
             try:
-                self._arena = ArenaWriter.open(address, locked=news.locked)
+                self._arena = ArenaWriter.open(address)
             except ArenaError as error:
                 self.error = str(error)
         if self._arena is not None:
             self._arena.small = news.small
+            self._arena.lock(news.locked)
             self._arena.free(news.freed)
             for worker_id in news.abandoned:
                 self._arena.abandon(worker_id, news.leased)

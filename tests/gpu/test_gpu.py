@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 LARGE = 1 << 20  # numbers: 4 MiB of them
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    """So that slots are page-locked within the few batches of these tests."""
+    monkeypatch.setattr(devices, "PAUSES", 0)
+
+
 LIMIT_S = 60.0
 CYCLES = 40_000_000  # tens of milliseconds of a device that does nothing
 
@@ -40,8 +49,9 @@ class Numbered:
         return torch.full((LARGE,), float(index)), {"small": torch.tensor(index), "text": str(index)}
 
 
-def loader(length=24, **options):
-    return DataLoader(Numbered(length), batch_size=None, num_workers=2, **options)
+def loader(length=48, **options):
+    """Its slots are page-locked when they are used for the second time: at most the first dozen batches are not."""
+    return DataLoader(Numbered(length), batch_size=None, num_workers=2, prefetch_factor=2, **options)
 
 
 def same(copies):
@@ -66,12 +76,28 @@ def wait_for_unlocking():
             assert not thread.is_alive()
 
 
-def test_large_tensors_are_born_page_locked():
+def test_large_tensors_are_born_page_locked_from_the_second_use_of_their_memory():
+    born = []
     for number, (large, rest) in enumerate(loader(pin_memory=True)):
         assert large.is_pinned()
         assert rest["small"].is_pinned()
-        assert in_an_arena(large)
+        born.append(in_an_arena(large))
         assert (float(large[0]), float(large[-1]), int(rest["small"]), rest["text"]) == (number,) * 3 + (str(number),)
+        del large
+    assert born[0] is False
+    assert born[24:] == [True] * 24
+
+
+def test_the_pace_bounds_how_long_memory_is_being_locked(monkeypatch):
+    monkeypatch.setattr(devices, "PAUSES", 10)
+    batches = loader(200, pin_memory=True)
+    began = time.perf_counter()
+    for large, _ in batches:
+        assert large.is_pinned()
+        del large
+    epoch = batches.stats().epoch
+    assert epoch.locked_bytes > 0
+    assert epoch.locking <= (time.perf_counter() - began) / 5  # a tenth, and the last time
 
 
 def test_batches_of_rays_store_are_received_in_page_locked_memory():
@@ -167,7 +193,7 @@ def test_batches_arrive_on_the_device_in_the_order_of_the_current_stream(options
         sums.append(large.double().mean() + rest["small"] - number)
         torch.cuda._sleep(CYCLES // 10)
         del large, rest  # while what reads them is queued
-    assert torch.stack(sums).tolist() == [float(number) for number in range(24)]
+    assert torch.stack(sums).tolist() == [float(number) for number in range(48)]
 
 
 def test_they_may_be_used_on_another_stream_that_is_current():
@@ -178,7 +204,7 @@ def test_they_may_be_used_on_another_stream_that_is_current():
             sums.append(large.double().mean())
             del large
     torch.cuda.synchronize()
-    assert torch.stack(sums).tolist() == [float(number) for number in range(24)]
+    assert torch.stack(sums).tolist() == [float(number) for number in range(48)]
 
 
 def test_objects_with_a_method_to_are_asked_for_it():
@@ -219,10 +245,13 @@ def test_workers_never_initialize_cuda(workers):
 
 
 def test_forks_write_into_page_locked_arenas_too():
+    born = []
     for number, (large, rest) in enumerate(loader(workers="fork", pin_memory=True)):
         assert large.is_pinned()
-        assert in_an_arena(large)
+        born.append(in_an_arena(large))
         assert (float(large[0]), int(rest["small"])) == (number, number)
+        del large
+    assert born[24:] == [True] * 24
 
 
 def see_all_devices(_):
@@ -265,32 +294,34 @@ def test_workers_hold_what_the_dataset_has_on_the_device_in_main_memory():
         assert (float(batch[0]), float(batch[1]), batch[2].tolist(), batch[3]) == (index, index + 1, [1, 1], False)
 
 
-def test_a_large_block_can_be_locked_unlocked_and_locked_again():
-    """Also shows what it takes, with `-s`."""
-    import time
-
-    from rayloader.transport.arena import Arena
+def test_large_slots_can_be_locked_unlocked_and_locked_again():
+    """Also shows what it takes, with `-s`, for pages that exist and for others."""
+    from rayloader.transport.arena import PAGE, Arena
 
     for _ in range(2):
-        arena = Arena(1 << 33, accelerator=devices.current())
-        locks = arena._mapping.locks
-        for offset in (1 << 22, 1 << 24, 1 << 27, 700 << 20, 3 << 30):
-            began = time.perf_counter()
-            locks.lock(offset)
-            start, end = locks._block(offset)
-            print(f"locked {(end - start) >> 20} MiB in {1e3 * (time.perf_counter() - began):.1f} ms")
-            assert locks.is_locked(offset)
+        arena = Arena(1 << 33)
+        arena.page_lock_for(devices.current())
+        mapping, offset = arena._mapping, PAGE
+        for nbytes in (1 << 20, 1 << 23, 1 << 26, 1 << 28):
+            for touched in (True, False):
+                if touched:
+                    mapping.bytes[offset : offset + nbytes] = 1
+                for _ in range(2):
+                    began = time.perf_counter()
+                    mapping.locks.lock(offset, nbytes)
+                kind = "existing" if touched else "new"
+                print(f"locked {nbytes >> 20} MiB of {kind} pages in {1e3 * (time.perf_counter() - began):.1f} ms")
+                assert mapping.locks.is_locked(offset)
+                offset += nbytes
         began = time.perf_counter()
         arena.close(give_back=True)
-        del arena, locks
+        del arena, mapping
         wait_for_unlocking()
         print(f"unlocked all in {1e3 * (time.perf_counter() - began):.1f} ms")
 
 
 def test_what_an_event_of_all_copies_costs():
     """With `-s`."""
-    import time
-
     accelerator = devices.current()
     accelerator.event().synchronize()
     began = time.perf_counter()
@@ -310,9 +341,10 @@ def test_what_an_event_of_all_copies_costs():
 
 def test_nothing_is_left_locked_after_the_end_of_the_workers():
     """The last test: it ends the session's workers."""
-    kept = [large for large, _ in loader(6, pin_memory=True)]
+    kept = [large for number, (large, _) in enumerate(loader(pin_memory=True)) if number >= 40]
+    assert all(in_an_arena(large) for large in kept)
     rayloader.shutdown()
-    assert all(large.eq(number).all() for number, large in enumerate(kept))
+    assert all(large.eq(number).all() for number, large in enumerate(kept, start=40))
     assert all(large.is_pinned() for large in kept)
     del kept
     gc.collect()

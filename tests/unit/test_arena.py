@@ -988,7 +988,7 @@ def test_sizes_are_whole_pages_and_little_more_than_needed():
 
 
 def test_the_slot_that_came_back_last_is_taken_first():
-    free = FreeSlots((0, 100 * PAGE))
+    free = FreeSlots(0, 100 * PAGE)
     slots = [free.take(3 * PAGE) for _ in range(5)]
     assert [start for start, _ in slots] == [0, 3 * PAGE, 6 * PAGE, 9 * PAGE, 12 * PAGE]
     for index in (1, 4, 2):
@@ -997,14 +997,14 @@ def test_the_slot_that_came_back_last_is_taken_first():
 
 
 def test_neighbours_of_other_sizes_are_joined_before_new_room_is_touched():
-    free = FreeSlots((0, 100 * PAGE))
+    free = FreeSlots(0, 100 * PAGE)
     for slot in [free.take(pages * PAGE) for pages in (1, 2, 3, 4)]:
         free.put_back(*slot)
     assert free.take(10 * PAGE) == (0, 10 * PAGE)
 
 
 def test_without_room_there_is_none_until_something_comes_back():
-    free = FreeSlots((0, 4 * PAGE))
+    free = FreeSlots(0, 4 * PAGE)
     first, second = free.take(2 * PAGE), free.take(2 * PAGE)
     assert free.take(1) is None
     free.put_back(*second)
@@ -1017,7 +1017,7 @@ def test_without_room_there_is_none_until_something_comes_back():
 @given(st.lists(st.one_of(st.integers(1, 9 * PAGE), st.tuples(st.integers(0, 99))), max_size=80))
 def test_slots_never_overlap_and_all_room_comes_back(steps):
     """A number takes that many bytes; a tuple says which slot comes back."""
-    free, taken = FreeSlots((PAGE, 25 * PAGE)), []
+    free, taken = FreeSlots(PAGE, 25 * PAGE), []
     for step in steps:
         if isinstance(step, int):
             slot = free.take(step)
@@ -1035,7 +1035,7 @@ def test_slots_never_overlap_and_all_room_comes_back(steps):
 
 
 def test_memory_is_cold_when_nothing_has_covered_it_for_long():
-    free = FreeSlots((PAGE, 100 * CHUNK))
+    free = FreeSlots(PAGE, 100 * CHUNK)
     held = [free.take(CHUNK) for _ in range(20)]
     for slot in held[3:]:
         free.put_back(*slot)
@@ -1050,7 +1050,7 @@ def test_memory_is_cold_when_nothing_has_covered_it_for_long():
 
 
 def test_memory_that_is_in_use_is_never_cold():
-    free = FreeSlots((0, 10 * CHUNK))
+    free = FreeSlots(0, 10 * CHUNK)
     used = [free.take(CHUNK // 2) for _ in range(9)]
     for _ in range(3):
         for _ in range(COLD_AFTER):

@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import simulated_device
 from rayloader.gpu import page_locks
-from rayloader.gpu.device import Marks
+from rayloader.gpu.device import Marks, Pace
 from rayloader.gpu.page_locks import PageLocks
 from rayloader.gpu.to_device import PinOrMove
 from rayloader.transport import codec, lanes
-from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, blocks
+from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
 from simulated_device import DEVICE, SimulatedAccelerator
 
@@ -48,29 +49,33 @@ class Worker:
     """Both sides of a page-locked arena: builds batches of equal numbers, each another one."""
 
     def __init__(self, accelerator, nbytes=64 * MIB):
-        self.arena = Arena(nbytes, accelerator=accelerator)
-        self.writer = ArenaWriter.open(self.arena.address, locked=True)
+        self.accelerator = accelerator
+        self.arena = Arena(nbytes)
+        self.arena.page_lock_for(accelerator)
+        self.writer = ArenaWriter.open(self.arena.address)
 
     def build(self, number, items=4096):
         self.writer.begin(0)
         place = self.writer.put(codec.encode(torch.full((items,), number)).buffers[0])
         return None if place is None else self.writer.seal(place)
 
-    def deliver(self, place):
+    def deliver(self, place, uses=1):
         leases = {}
         view = self.arena.view(place, leases)
-        for lease in leases.values():
+        for lease in [*leases.values()] * uses:
             lease.page_lock()
         return torch.frombuffer(view, dtype=torch.int64)
 
     def batch(self, number, items=4096):
-        return self.deliver(self.build(number, items))
+        """Of a slot that is used for the second time, so that it is locked."""
+        return self.deliver(self.build(number, items), uses=2)
 
     def give_back(self):
         """The program asks for a batch, and the worker is sent a task."""
         freed = self.arena.freed()
-        PinOrMove(accelerator=self.arena.accelerator).asks()
+        PinOrMove(accelerator=self.accelerator).asks()
         freed += self.arena.freed()
+        self.writer.lock(self.arena.locked())
         self.writer.free(freed)
         return freed
 
@@ -95,40 +100,135 @@ def worker(accelerator):
     assert (accelerator.torn, accelerator.violations, accelerator.registered) == ([], [], {})
 
 
-# Blocks
+# Places
 
 
-def test_blocks_cover_an_arena_without_its_header():
-    for nbytes in (5 * PAGE, 4 * MIB, 4 * MIB + PAGE, 300 * MIB, (1 << 36) + PAGE):
-        found = blocks(nbytes)
-        assert (found[0][0], found[-1][1]) == (PAGE, nbytes)
-        assert [start for start, _ in found[1:]] == [end for _, end in found[:-1]]
-        assert all(start < end and not start % PAGE for start, end in found)
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(1, 6 * MIB), st.booleans()), max_size=60), st.randoms())
-def test_each_slot_lies_in_one_block_also_after_free_ones_were_joined(steps, chance):
-    rooms = blocks(64 * MIB)
-    free, taken = FreeSlots(*rooms), []
-    for nbytes, gives_back in steps:
-        if gives_back and taken:
-            free.put_back(*taken.pop(chance.randrange(len(taken))))
-        elif (slot := free.take(nbytes)) is not None:
-            start, size = slot
-            assert any(low <= start and start + size <= high for low, high in rooms)
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(1, 2 * MIB), st.sampled_from(["take", "free", "lock and free"])), max_size=60))
+def test_a_slot_is_a_locked_place_as_a_whole_or_touches_none(steps):
+    free, taken, locked = FreeSlots(PAGE, 64 * MIB), [], set()
+    for nbytes, step in steps:
+        if step == "take":
+            start, size = slot = free.take(nbytes)
+            assert size >= nbytes
+            assert slot in locked or all(start >= low + its or start + size <= low for low, its in locked)
+            assert all(start >= low + its or start + size <= low for low, its in taken)
             taken.append(slot)
+        elif taken:
+            slot = taken.pop(nbytes % len(taken))
+            if step == "lock and free":
+                free.lock([slot[0]])
+                locked.add(slot)
+            free.put_back(*slot)
+
+
+def test_locked_places_are_preferred_for_all_that_fills_half_of_them():
+    free = FreeSlots(PAGE, 64 * MIB)
+    locked, other = free.take(MIB), free.take(MIB)
+    free.lock(locked[:1])
+    free.put_back(*locked)
+    free.put_back(*other)
+    for nbytes in (MIB, MIB * 3 // 4, MIB // 2 + 1):
+        assert free.take(nbytes) == locked
+        free.put_back(*locked)
+    assert free.take(MIB // 3) == (other[0], rounded(MIB // 3))  # cut from what is free
+    assert free.take(MIB + 1) not in (locked, other)
+
+
+def test_a_locked_place_is_never_cold():
+    free = FreeSlots(PAGE, 64 * MIB)
+    locked, other = free.take(4 * MIB), free.take(4 * MIB)
+    free.lock(locked[:1])
+    free.put_back(*locked)
+    free.put_back(*other)
+    for _ in range(600):
+        free.put_back(*free.take(PAGE))
+    cold = free.cold([])
+    assert cold
+    assert all(start >= locked[0] + locked[1] for start, _ in cold)
 
 
 # Locks
 
 
-def test_only_blocks_in_use_are_locked_each_once(worker, accelerator):
-    held = [worker.batch(number) for number in range(20)]
-    assert accelerator.registered == {worker.arena._mapping.start + PAGE: 4 * MIB - PAGE}
-    held.append(worker.batch(20, items=MIB))  # 8 MiB: in the first of the larger blocks
-    assert sorted(accelerator.registered.values()) == [4 * MIB - PAGE, 16 * MIB]
-    assert all(accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in held)
+def test_a_slot_is_locked_when_it_is_used_for_the_second_time(worker, accelerator):
+    worker.deliver(worker.build(0))
+    assert accelerator.registered == {}
+    assert len(worker.give_back()) == 1
+    batch = worker.deliver(worker.build(1))
+    assert list(accelerator.registered.values()) == [batch.nbytes]
+    assert accelerator.is_locked(batch.data_ptr(), batch.nbytes)
+    assert [(locking.nbytes, locking.new_pages) for locking in accelerator.lockings] == [(batch.nbytes, 0)]
+
+
+def test_a_place_whose_slots_get_another_size_counts_as_unused(worker, accelerator):
+    for items in (4096, 5000, 4096):
+        worker.deliver(worker.build(0, items))
+        worker.give_back()
+    assert accelerator.registered == {}
+
+
+def test_a_slot_that_is_too_large_is_never_locked(worker, accelerator, monkeypatch):
+    monkeypatch.setattr(page_locks, "MOST_BYTES", MIB)
+    batches = [worker.batch(0, MIB // 8), worker.batch(1, MIB // 8 + 1)]
+    assert [accelerator.is_locked(batch.data_ptr(), batch.nbytes) for batch in batches] == [True, False]
+
+
+def test_the_next_slot_is_locked_after_ten_times_as_long_as_the_last_took(accelerator):
+    accelerator.takes_time = True
+    worker = Worker(accelerator, 512 * MIB)
+    batches = []
+    for number in range(8):
+        batches.append(worker.batch(number, MIB))
+        accelerator.train(0.0005)
+    took = 8 * MIB * simulated_device.OLD_S / 1e9
+    assert [round(locking.ended - locking.began, 9) for locking in accelerator.lockings] == [round(took, 9)]
+    accelerator.train(10 * took)
+    batches.append(worker.batch(8, MIB))
+    assert len(accelerator.lockings) == 2
+    accelerator.assert_locked_at_leisure()
+    del batches
+    accelerator.takes_time = False
+    worker.close()
+
+
+def test_only_one_thread_locks_at_a_time():
+    pace, works, done, results = Pace(), threading.Event(), threading.Event(), []
+
+    def work():
+        works.set()
+        assert done.wait(LIMIT_S)
+
+    first = threading.Thread(target=lambda: results.append(pace.turn(work)))
+    first.start()
+    assert works.wait(LIMIT_S)
+    assert not pace.turn(lambda: results.append("both"))
+    done.set()
+    first.join()
+    assert results == [True]
+
+
+def test_after_an_interrupt_the_worker_learns_of_all_that_is_locked(accelerator):
+    """The news of a message that was never sent."""
+    lane, worker = ArenaLane(), WorkerLane()
+    lane.accelerator = accelerator
+    lent, news = lane.lend()
+    writer = worker.open(news)
+    writer.begin(0)
+    place = writer.seal(writer.put(codec.encode(torch.full((4096,), 1)).buffers[0]))
+    lent.arena.view(place, lent.leases)
+    for _ in range(2):
+        lent.leases[place[0][0]].page_lock()
+    del lent
+    lane.lend(worker.address)
+    accelerator.asks()
+    lane.lend(worker.address)  # lost, with the ticket of the slot
+    lane.abandon()
+    writer = worker.open(lane.lend(worker.address)[1])
+    writer.begin(0)
+    assert writer.reserve(4096 * 8)[0][1:] == place[0][1:]
+    assert writer.reserve(20 * MIB)[0][1] >= place[0][1] + place[0][2]
+    lane.close()
 
 
 def test_all_is_unlocked_when_the_worker_has_ended_and_its_batches_have(accelerator):
@@ -136,7 +236,7 @@ def test_all_is_unlocked_when_the_worker_has_ended_and_its_batches_have(accelera
     kept, other = worker.batch(1), worker.batch(2, items=MIB)
     del other
     worker.close()
-    while len(accelerator.registered) > 1:  # the block without a batch
+    while len(accelerator.registered) > 1:  # the slot without a batch
         page_locks.unlocker.ring()
     assert accelerator.is_locked(kept.data_ptr(), kept.nbytes)
     assert kept.eq(1).all()
@@ -161,7 +261,7 @@ def test_memory_that_a_forked_child_may_read_is_unlocked_after_the_copies_from_i
 
 def test_memory_that_cannot_be_unlocked_stays_mapped_and_the_rest_goes_on(accelerator, monkeypatch, caplog):
     workers = [Worker(accelerator), Worker(accelerator)]
-    starts = [worker.arena._mapping.start + PAGE for worker in workers]
+    starts = [worker.arena._mapping.start + PAGE for worker in workers]  # of their first slots
     unregister, tried = accelerator.unregister, threading.Semaphore(0)
 
     def fail(address):
@@ -402,7 +502,7 @@ class Program:
     def take(self):
         if self.built:
             number, place = self.built.pop(0)
-            self.kept.append((number, self.worker.deliver(place)))
+            self.kept.append((number, self.worker.deliver(place, self.chance.choice([1, 2]))))
 
     def copy(self):
         if self.kept:
@@ -469,25 +569,20 @@ def test_memory_stays_in_bounds_when_the_program_is_far_ahead_of_the_accelerator
         worker.give_back()
     accelerator.advance(5)
     assert len(addresses) <= 8
-    assert accelerator.most_registered == 4 * MIB - PAGE
+    assert accelerator.most_registered == len(addresses) * 4096 * 8
 
 
 # Lanes
 
 
-def test_an_arena_that_cannot_be_locked_is_replaced_for_a_loader_that_pins(accelerator):
+def test_loaders_that_pin_and_others_use_the_same_arena(accelerator):
     lane, worker = ArenaLane(), WorkerLane()
     _, plain = lane.lend()
     before = worker.open(plain)
     lane.accelerator = accelerator
-    lent, room = lane.lend(plain[0])
-    assert room[0] != plain[0]
-    assert room[3]
-    assert worker.open(room) is not before
-    lane.accelerator = None  # a loader that does not pin may have it too
-    again, room = lane.lend(room[0])
-    assert again.arena is lent.arena
-    assert room[3]
+    _, room = lane.lend(plain[0])
+    assert room[0] is None
+    assert worker.open(room) is before
     lane.close()
 
 
@@ -501,7 +596,8 @@ def test_an_arena_that_forks_have_spoiled_is_unlocked_while_its_worker_lives(acc
         writer.begin(0)
         place = writer.seal(writer.put(codec.encode(torch.full((4096,), number)).buffers[0]))
         batch = torch.frombuffer(lent.arena.view(place, lent.leases), dtype=torch.int64)
-        lent.leases[place[0][0]].page_lock()
+        for _ in range(2):
+            lent.leases[place[0][0]].page_lock()
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)
@@ -517,8 +613,8 @@ def test_a_lane_of_an_accelerator_that_has_refused_locks_nothing(accelerator):
     accelerator.can_register = False
     lane = ArenaLane()
     lane.accelerator = accelerator
-    _, room = lane.lend()
-    assert not room[3]
+    lent, _ = lane.lend()
+    assert lent.arena._mapping.locks is None
     lane.close()
 
 
@@ -528,7 +624,8 @@ def test_recycled_memory_is_locked_and_held_like_a_workers(accelerator):
     addresses = set()
     for _ in range(4):
         copy = recycled.copy(memoryview(content).cast("B"))
-        copy.obj.base.page_lock()
+        for _ in range(2):
+            copy.obj.base.page_lock()
         tensor = torch.frombuffer(copy, dtype=torch.int64)
         copied = accelerator.copy(tensor, DEVICE)
         addresses.add(tensor.data_ptr())
