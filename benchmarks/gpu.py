@@ -259,13 +259,14 @@ def train(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
 
     gpu.synchronize()
     marks, asked = [gpu.mark()], []
+    began = time.perf_counter()
     batches, batch = iter(epochs()), None
     for _ in range(gpu.steps):
-        began = time.perf_counter()
         batch = next(batches)
-        asked.append(1e3 * (time.perf_counter() - began))
+        asked.append(1e3 * (time.perf_counter() - began))  # the first also has iter()
         step(batch)
         marks.append(gpu.mark())
+        began = time.perf_counter()
     spans = gpu.spans(marks)
     del batches
     marks = [gpu.mark()]
@@ -480,7 +481,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         panel.set_xlabel("step")
         panel.set_ylabel("ms")
         panel.set_yscale("log")
-    axes.flat[0].legend(fontsize="small")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    canvas.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     canvas.suptitle(f"Each of the first steps; {results['title']}")
     canvas.savefig(path, dpi=110)
     pyplot.close(canvas)
