@@ -531,14 +531,15 @@ def main() -> None:
     link = gpu.link()
     title = (
         f"{gpu.name()}; {os.cpu_count()} cores, {arguments.workers} workers; torch {torch.__version__}; "
-        f"{harness.today()[:10]}; one long copy: {link:.1f} GB/s; medians of {arguments.rounds} rounds."
+        f"{harness.today()[:10]}; one long copy: {link:.1f} GB/s; rounds: {arguments.rounds}."
     )
     results = results_of(run_all(gpu, ways, arguments), gpu, link, title)
     show(results)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"gpu{'-simulated' if arguments.simulate else ''}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, path.with_suffix(".png"))
+    if results["steps"]:
+        draw(results, path.with_suffix(".png"))
     if path.resolve() == RESULTS.resolve():
         tables.put(DOCUMENT, COMMAND, table(results))
 
