@@ -1,28 +1,36 @@
-"""How fast batches get to the GPU, what that costs the host, and how long a training step waits for them.
+"""How long each training step takes from the first on, by the way in which its batch gets to the GPU; and at what rate.
 
-Measured for two sizes of batches, each way in a process of its own, all ways in every round:
+Each way is measured in a process of its own for each net, so that the first steps are those of a program that begins;
+the ways take turns at being first. Of each net (ResNet-18, a transformer, an MLP over a table, a small convolutional
+net) the first 200 steps are timed by events on the device, without waiting for any of them:
 
-- GB/s to the device over an epoch without a model, and as a share of one long copy from page-locked memory;
-- CPU of the trainer's process, and of the whole machine, for each batch;
-- the share of a training step of a small convolutional net that passes waiting for data: against the same steps over a
-  batch that is on the device already;
-- seconds from `iter()` to the first batch on the device: the first time, when workers start, and later.
+- the mean of steps 5 to 100, beside that of torch with `pin_memory`;
+- the median of steady steps, the later half; its ratio to steps of the same process over a batch that is on the device;
+- how many steps after the tenth took longer than twice the steady median;
+- the time in `next()`, with the call of `to` where the program copies batches itself.
+
+Then rates, over epochs without a net: GB/s, as a share of one long copy from page-locked memory too, in the first epoch
+and in the last of some seconds; CPU of the trainer's process, and of the whole machine, for each batch; seconds from
+`iter()` to the first batch on the device, when workers start and when they run.
 
 The ways: torch with `pin_memory` and `non_blocking`; the same with a prefetcher by hand, which copies the next batch on
-a side stream; SPDL's `transfer_tensor` behind torch's loader, if it is installed; rayloader with `pin_memory`; and
-rayloader with `device`; its workers are forks, as torch's are.
+a side stream; SPDL's transfer behind torch's loader, if spdl-core and spdl-io are installed; rayloader with
+`pin_memory`; rayloader with `device`; and no loader, for one batch that stays on the device. Rayloader's workers are
+forks, as torch's are; Ray is not used.
 
-Command: python benchmarks/gpu.py            under four minutes; writes gpu.json, the table in docs/howto/gpu.md, and a
-                                             plot if matplotlib is installed
-         python benchmarks/gpu.py --simulate without a GPU, in a minute: shows that everything works; its figures mean
-                                             nothing, and go to gpu-simulated.json
+Command: python benchmarks/gpu.py            under five minutes; writes gpu.json, gpu.png, and the tables in
+                                             docs/howto/gpu.md
+         python benchmarks/gpu.py --simulate without a GPU, with tiny nets: shows that everything works; its figures
+                                             mean nothing, and go to gpu-simulated.json and gpu-simulated.png
+         python benchmarks/gpu.py --check    trains with torch's loader and both ways of rayloader in whatever way
+                                             depends on streams, graphs or layouts; losses must be equal bit for bit
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -30,65 +38,32 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, default_collate
 
+import gpu_cases
+import harness
 import tables
+from gpu_cases import Case, Samples
 
 HERE = Path(__file__).parent
 COMMAND = "python benchmarks/gpu.py"
 RESULTS = HERE / "results" / "gpu.json"
 DOCUMENT = HERE.parent / "docs" / "howto" / "gpu.md"
+CHECK = HERE.parent / "tests" / "gpu" / "script_training.py"
 sys.path += [str(HERE.parent), str(HERE.parent / "tests")]  # the library, and the simulated accelerator
 
-POOL = 256  # samples that exist
-WARM_UP = 4  # batches, of those that are not timed
-
-
-@dataclass(frozen=True)
-class Case:
-    """Batches of images."""
-
-    batch_size: int
-    dtype: torch.dtype
-    side: int
-    batches: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of a batch's images."""
-        return self.batch_size * 3 * self.side**2 * self.dtype.itemsize
-
-
-CASES = {
-    "medium: 64 x 3 x 224 x 224 uint8, 9.6 MB": Case(64, torch.uint8, 224, 300),
-    "large: 128 x 3 x 224 x 224 float32, 77 MB": Case(128, torch.float32, 224, 100),
-}
-SIMULATED = {
-    "medium: 8 x 3 x 64 x 64 uint8": Case(8, torch.uint8, 64, 12),
-    "large: 16 x 3 x 128 x 128 float32": Case(16, torch.float32, 128, 8),
-}
-
-
-class Images(Dataset):  # type: ignore[type-arg]
-    """Samples that exist already: the loader is all that takes time."""
-
-    def __init__(self, case: Case) -> None:
-        self.length = case.batch_size * case.batches
-        shape = (POOL, 3, case.side, case.side)
-        self.pool = torch.randint(0, 255, shape, dtype=torch.uint8).to(case.dtype)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.pool[index % POOL], index % 10
-
+STEPS = 200
+RESIDENT_STEPS = 60
+RATES_S = 3.0  # epochs without a net begin for so long
+WARM_UP = 4  # batches, or steps, that are not counted
+LIMIT_S = 30.0  # for each process
+LEAST_S = 5.0  # no process is started when less time is left
 
 Batches = Iterable[Any]
 
@@ -97,6 +72,7 @@ class Gpu:
     """The real device."""
 
     device = torch.device("cuda", 0)
+    nets, rates, steps, rates_s = gpu_cases.NETS, gpu_cases.RATES, STEPS, RATES_S
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -119,6 +95,17 @@ class Gpu:
         if ready is not None:
             yield ready
 
+    def mark(self) -> Any:
+        """A point in the device's time, behind all that is queued."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def spans(self, marks: Sequence[Any]) -> list[float]:
+        """Milliseconds from each mark to the next."""
+        self.synchronize()
+        return [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+
     def link(self) -> float:
         """GB/s of one long copy from page-locked memory."""
         host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
@@ -132,33 +119,52 @@ class Gpu:
             rates.append(host.nbytes / (time.perf_counter() - began) / 1e9)
         return max(rates)
 
+    def name(self) -> str:
+        return torch.cuda.get_device_name()
+
     def install(self) -> None:
         """Nothing to do: it is there."""
 
 
 class Simulated(Gpu):
-    """Copies to main memory, when somebody asks whether they are done."""
+    """Copies to main memory, when somebody asks whether they are done; steps are over when they return."""
 
     device = torch.device("cpu")
+    nets, rates, steps, rates_s = gpu_cases.SIMULATED_NETS, gpu_cases.SIMULATED_RATES, 24, 0.0
 
     def synchronize(self) -> None:
         self.accelerator.advance(self.accelerator.queued)
 
     def move(self, batch: Any) -> Any:
-        return [self.accelerator.copy(part, self.device) for part in batch]
+        moved = [self.accelerator.copy(part, self.device) for part in batch]
+        self.synchronize()
+        return moved
 
     def prefetched(self, batches: Batches) -> Iterator[Any]:
         return map(self.move, batches)
 
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def spans(self, marks: Sequence[float]) -> list[float]:
+        return [1e3 * (after - before) for before, after in itertools.pairwise(marks)]
+
     def link(self) -> float:
         return 1.0
+
+    def name(self) -> str:
+        return "simulated, so the figures mean nothing"
 
     def install(self) -> None:
         import pytest
 
         from simulated_device import SimulatedAccelerator
 
+        torch.set_num_threads(1)  # tiny nets, beside other tests
         self.accelerator = SimulatedAccelerator(at_each_query=1).install(pytest.MonkeyPatch())
+
+
+# ---- the ways
 
 
 @dataclass
@@ -166,12 +172,11 @@ class Job:
     gpu: Gpu
     case: Case
     workers: int
-    dataset: Images
 
     @property
     def arguments(self) -> dict[str, Any]:
         return {
-            "dataset": self.dataset,
+            "dataset": Samples(self.case),
             "batch_size": self.case.batch_size,
             "num_workers": self.workers,
             "persistent_workers": True,
@@ -196,11 +201,11 @@ def spdl(job: Job) -> Epochs:
     import spdl.io
     from spdl.pipeline import PipelineBuilder
 
-    transfer = getattr(spdl.io, "transfer_tensor_h2d", None) or spdl.io.transfer_tensor
     loader = DataLoader(**job.arguments)
 
     def epoch() -> Iterator[Any]:
-        pipeline = PipelineBuilder().add_source(loader).pipe(transfer).add_sink(2).build(num_threads=1)
+        stages = PipelineBuilder().add_source(loader).pipe(spdl.io.transfer_tensor_h2d).add_sink(2)
+        pipeline = stages.build(num_threads=1)
         with pipeline.auto_stop():
             yield from pipeline
 
@@ -221,33 +226,59 @@ def rayloader_device(job: Job) -> Epochs:
     return lambda: loader
 
 
+def resident(job: Job) -> Epochs:
+    samples = Samples(job.case)
+    batch = job.gpu.move(default_collate([samples[index] for index in range(job.case.batch_size)]))
+    return lambda: itertools.repeat(batch)
+
+
+TORCH, RESIDENT, SPDL = "torch, pin_memory", "resident batch", "SPDL, transfer_tensor_h2d"
 WAYS: dict[str, Callable[[Job], Epochs]] = {
-    "torch, pin_memory": torch_pinned,
+    TORCH: torch_pinned,
     "torch, prefetcher by hand": torch_prefetched,
-    "SPDL, transfer_tensor": spdl,
+    SPDL: spdl,
     "rayloader, pin_memory": rayloader_pinned,
     "rayloader, device": rayloader_device,
+    RESIDENT: resident,
 }
 
 
-class Net(torch.nn.Module):
-    """A small convolutional net; a step of it takes some milliseconds."""
+# ---- one way and case, in a process of its own
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 32, 3, stride=2),
-            torch.nn.ReLU(),
-            torch.nn.Conv2d(32, 64, 3, stride=2),
-            torch.nn.ReLU(),
-            torch.nn.Conv2d(64, 128, 3, stride=2),
-            torch.nn.AdaptiveAvgPool2d(1),
-            torch.nn.Flatten(),
-            torch.nn.Linear(128, 10),
-        )
 
-    def forward(self, images: torch.Tensor) -> Any:
-        return self.layers(images.float() / 255)
+def train(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
+    """Times the first steps, and then some over their last batch."""
+    assert case.net is not None
+    net = case.net().to(gpu.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        net(*batch).backward()
+        optimizer.step()
+
+    gpu.synchronize()
+    marks, asked = [gpu.mark()], []
+    began = time.perf_counter()
+    batches, batch = iter(epochs()), None
+    for _ in range(gpu.steps):
+        batch = next(batches)
+        asked.append(1e3 * (time.perf_counter() - began))  # the first also has iter()
+        step(batch)
+        marks.append(gpu.mark())
+        began = time.perf_counter()
+    spans = gpu.spans(marks)
+    del batches
+    marks = [gpu.mark()]
+    for _ in range(RESIDENT_STEPS):
+        step(batch)
+        marks.append(gpu.mark())
+    alone = statistics.median(gpu.spans(marks)[WARM_UP:])
+    return {"steps, ms": _rounded(spans), "next(), ms": _rounded(asked), "resident step, ms": alone}
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
 
 
 def machine_cpu() -> float:
@@ -267,201 +298,250 @@ def first_batch(gpu: Gpu, epochs: Epochs) -> float:
     return seconds
 
 
-def throughput(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, float]:
-    """Rates over the batches of an epoch after the first few; in the epoch before it memory is page-locked."""
-    for _ in epochs():
-        pass
-    seen = 0
-    for _ in epochs():
-        seen += 1
-        if seen == WARM_UP:
-            gpu.synchronize()
-            began, own, whole = time.perf_counter(), time.process_time(), machine_cpu()
-    gpu.synchronize()
-    seconds, count = time.perf_counter() - began, seen - WARM_UP
-    return {
-        "GB/s": count * case.nbytes / seconds / 1e9,
-        "trainer CPU, ms": 1e3 * (time.process_time() - own) / count,
-        "machine CPU, ms": 1e3 * (machine_cpu() - whole) / count,
-    }
-
-
-def waiting(gpu: Gpu, epochs: Epochs) -> dict[str, float]:
-    """The share of a training step that passes waiting: of the time over the loader, what a resident batch saves."""
-    net = Net().to(gpu.device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-
-    def step(batch: Any) -> None:
-        optimizer.zero_grad()
-        images, labels = batch
-        torch.nn.functional.cross_entropy(net(images), labels).backward()
-        optimizer.step()
-
-    def timed(batches: Batches) -> tuple[float, int, Any]:
-        seen, batch = 0, None
-        for batch in batches:
-            step(batch)
+def rates(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
+    """Rates over the batches of each epoch after the first few; what is no rate is of the last epoch."""
+    found: dict[str, Any] = {"first batch of all, s": first_batch(gpu, epochs)}
+    found["first batch, s"] = first_batch(gpu, epochs)
+    each, end = [], time.perf_counter() + gpu.rates_s
+    while not each or time.perf_counter() < end:
+        seen = 0
+        for batch in epochs():
             seen += 1
             if seen == WARM_UP:
+                nbytes = batch[0].nbytes
                 gpu.synchronize()
-                began = time.perf_counter()
+                began, own, whole = time.perf_counter(), time.process_time(), machine_cpu()
         gpu.synchronize()
-        return time.perf_counter() - began, seen, batch
+        seconds, count = time.perf_counter() - began, seen - WARM_UP
+        each.append(count * nbytes / seconds / 1e9)
+        found["trainer CPU, ms"] = 1e3 * (time.process_time() - own) / count
+        found["machine CPU, ms"] = 1e3 * (machine_cpu() - whole) / count
+    return {**found, "GB/s": each[-1], "GB/s in the first epoch": each[0]}
 
-    loaded, count, resident = timed(epochs())
-    alone, _, _ = timed([resident] * count)
-    return {"step, ms": 1e3 * alone / (count - WARM_UP), "waiting": max(0.0, 1 - alone / loaded)}
 
-
-def measure(way: str, rounds: int, workers: int, simulate: bool) -> list[dict[str, Any]]:
-    """The figures of one way, of each case and round."""
-    gpu = Simulated() if simulate else Gpu()
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one way and case."""
+    gpu = Simulated() if arguments.simulate else Gpu()
     gpu.install()
     warnings.filterwarnings("ignore", "This DataLoader will create")
     gpu.move([torch.zeros(1)])  # the context exists before anything is timed
     gpu.synchronize()
+    way, name = arguments.one
+    case = {**gpu.nets, **gpu.rates}[name]
+    epochs = WAYS[way](Job(gpu, case, arguments.workers))
+    return rates(gpu, case, epochs) if case.net is None else train(gpu, case, epochs)
+
+
+# ---- all of them
+
+
+def run(way: str, case: str, arguments: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
+    """Measures one way and case in a process of its own; says why it could not."""
+    command = [sys.executable, __file__, "--one", way, case, "--workers", str(arguments.workers)]
+    command += ["--simulate"] if arguments.simulate else []
+    harness.say(f"{case}: {way}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{way}, {case}: not done after {limit:.0f} s", file=sys.stderr)
+        return []
+    if done.returncode:
+        print(f"{way}, {case}: status {done.returncode}\n{done.stderr[-1500:]}", file=sys.stderr)
+        return []
+    return [{"case": case, "way": way, **json.loads(done.stdout.splitlines()[-1])}]
+
+
+def run_all(gpu: Gpu, ways: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The figures of all rounds, as far as there is time; each case begins with another way."""
+    end = time.monotonic() + 60 * arguments.minutes
     figures = []
-    for name, case in (SIMULATED if simulate else CASES).items():
-        epochs = WAYS[way](Job(gpu, case, workers, Images(case)))
-        cold = first_batch(gpu, epochs)
-        for number in range(rounds):
-            found = {"first batch, s": first_batch(gpu, epochs), **throughput(gpu, case, epochs)}
-            found |= waiting(gpu, epochs)
-            found |= {"first batch of all, s": cold} if number == 0 else {}
-            figures.append({"case": name, "way": way, **found})
-        del epochs
+    for number in range(arguments.rounds):
+        cases = [case for case in (*gpu.nets, *gpu.rates) if any(part in case for part in arguments.cases)]
+        for turn, case in enumerate(cases, number):
+            for way in harness.rotated([way for way in ways if way != RESIDENT or case in gpu.nets], turn):
+                limit = min(arguments.limit, end - time.monotonic())
+                if limit < LEAST_S:
+                    print(f"{way}, {case}: no time is left; see --minutes", file=sys.stderr)
+                else:
+                    figures += run(way, case, arguments, limit)
+    harness.say("")
     return figures
 
 
-def run(way: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures one way in a process of its own; says why it could not."""
-    command = [sys.executable, __file__, "--one", way, "--rounds", str(arguments.rounds)]
-    command += ["--workers", str(arguments.workers), *(["--simulate"] if arguments.simulate else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.limit, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{way}: not done after {arguments.limit:.0f} s", file=sys.stderr)
-        return []
-    if done.returncode:
-        print(f"{way}: {done.stderr.strip().splitlines()[-1:]}\n{done.stderr[-1500:]}", file=sys.stderr)
-        return []
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+# ---- what is made of the figures
 
-
-COLUMNS = {  # with their formats in the document
+TO_TORCH, TO_RESIDENT = "to torch's pin_memory", "steady to resident"
+SHARE = "of one long copy"
+STEP_COLUMNS = {  # with their formats in the document
+    "steps 5 to 100, ms": ".2f",
+    TO_TORCH: ".2f",
+    "steady step, ms": ".2f",
+    TO_RESIDENT: ".3f",
+    "slow steps": ".0f",
+    "next(), median, ms": ".2f",
+    "next(), mean, ms": ".2f",
+    "first batch of all, s": ".2f",
+}
+RATE_COLUMNS = {
     "GB/s": ".1f",
-    "of one long copy": ".0%",
+    SHARE: ".0%",
+    "GB/s in the first epoch": ".1f",
     "trainer CPU, ms": ".1f",
     "machine CPU, ms": ".0f",
-    "waiting": ".0%",
-    "step, ms": ".1f",
     "first batch, s": ".2f",
     "first batch of all, s": ".2f",
 }
 
 
-def summary(figures: list[dict[str, Any]], link: float) -> list[dict[str, Any]]:
+def of_steps(figure: dict[str, Any]) -> dict[str, float]:
+    """What the times of one process's steps come to."""
+    spans, asked = figure["steps, ms"], figure["next(), ms"]
+    half = len(spans) // 2
+    steady = statistics.median(spans[half:])
+    return {
+        "steps 5 to 100, ms": statistics.fmean(spans[WARM_UP:half]),
+        "steady step, ms": steady,
+        TO_RESIDENT: steady / figure["resident step, ms"],
+        "slow steps": float(sum(span > 2 * steady for span in spans[10:])),
+        "next(), median, ms": statistics.median(asked[WARM_UP:]),
+        "next(), mean, ms": statistics.fmean(asked[WARM_UP:]),
+        "first batch of all, s": asked[0] / 1e3,
+    }
+
+
+def summary(figures: list[dict[str, Any]], cases: Iterable[str]) -> list[dict[str, Any]]:
     """Medians over the rounds, a row for each case and way."""
     rows = []
-    pairs = dict.fromkeys((figure["case"], figure["way"]) for figure in figures)
-    for case, way in sorted(pairs, key=lambda pair: (not pair[0].startswith("medium"), list(WAYS).index(pair[1]))):
-        of_both = [figure for figure in figures if (figure["case"], figure["way"]) == (case, way)]
-        row = {"case": case, "way": way}
-        for column in COLUMNS:
-            values = [figure[column] for figure in of_both if column in figure]
-            if values:
-                row[column] = statistics.median(values)
-        row["of one long copy"] = row["GB/s"] / link
-        rows.append(row)
+    for case, way in itertools.product(cases, WAYS):
+        rounds = [figure for figure in figures if (figure["case"], figure["way"]) == (case, way)]
+        if rounds:
+            columns = [column for column, value in rounds[0].items() if isinstance(value, float)]
+            medians = {column: statistics.median(figure[column] for figure in rounds) for column in columns}
+            rows.append({"case": case, "way": way, **medians})
     return rows
 
 
-def show(rows: list[dict[str, Any]], title: str) -> None:
-    """The table."""
-    print(title)
-    print(f"{'':28}" + "".join(f"{column:>22}" for column in COLUMNS))
-    case = None
-    for row in rows:
-        if row["case"] != case:
-            case = row["case"]
-            print(case)
-        percent = {"of one long copy", "waiting"}
-        cells = [f"{row[column]:.1%}" if column in percent else f"{row[column]:.3g}" for column in COLUMNS]
-        print(f"  {row['way']:26}" + "".join(f"{cell:>22}" for cell in cells))
+def results_of(figures: list[dict[str, Any]], gpu: Gpu, link: float, title: str) -> dict[str, Any]:
+    """All that is written down."""
+    trained = [{**figure, **of_steps(figure)} for figure in figures if "steps, ms" in figure]
+    steps, rate_rows = summary(trained, gpu.nets), summary(figures, gpu.rates)
+    of_torch = {row["case"]: row["steps 5 to 100, ms"] for row in steps if row["way"] == TORCH}
+    for row in steps:
+        if row["case"] in of_torch:
+            row[TO_TORCH] = row["steps 5 to 100, ms"] / of_torch[row["case"]]
+    for row in rate_rows:
+        row[SHARE] = row["GB/s"] / link
+    return {"title": title, "link": link, "steps": steps, "rates": rate_rows, "figures": figures}
+
+
+def _cells(rows: list[dict[str, Any]], columns: dict[str, str]) -> list[list[str]]:
+    cells = [[format(row[column], of) if column in row else "-" for column, of in columns.items()] for row in rows]
+    return [[row["case"], row["way"], *line] for row, line in zip(rows, cells, strict=True)]
+
+
+def show(results: dict[str, Any]) -> None:
+    """The tables, on the terminal."""
+    for title, rows, columns in (("steps", results["steps"], STEP_COLUMNS), ("rates", results["rates"], RATE_COLUMNS)):
+        harness.print_table(f"{title}: {results['title']}", ["case", "way", *columns], _cells(rows, columns))
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table of the document; besides the medians it has the rate of each round, because the first may differ."""
-    rates: dict[tuple[str, str], list[str]] = {}
-    for figure in results["figures"]:
-        rates.setdefault((figure["case"], figure["way"]), []).append(format(figure["GB/s"], COLUMNS["GB/s"]))
-    cells = [["batches", "way", *COLUMNS, "GB/s in each round"]]
-    for row in results["rows"]:
-        figures = [format(row[column], of) for column, of in COLUMNS.items()]
-        cells.append([row["case"], row["way"], *figures, ", ".join(rates[row["case"], row["way"]])])
-    return f"{results['title']} (medians of {results['rounds']} rounds).\n\n{tables.markdown(cells)}"
+    """The tables of the document, and the picture."""
+    parts = []
+    if results["steps"]:
+        picture = "../../benchmarks/results/gpu.png"
+        parts = [
+            tables.markdown([["net and batches", "way", *STEP_COLUMNS], *_cells(results["steps"], STEP_COLUMNS)]),
+            f"[![The time of each of the first {STEPS} steps, a panel for each net, a line for each way]({picture})]"
+            f"({picture})",
+        ]
+    else:
+        parts = [f"The steps have not been measured on a GPU yet: `{COMMAND}` does so, and puts their table here."]
+    rate_cells = _cells(results["rates"], RATE_COLUMNS)
+    return "\n\n".join([results["title"], *parts, tables.markdown([["batches", "way", *RATE_COLUMNS], *rate_cells])])
 
 
-def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """The plot: a bar for each way."""
+def draw(results: dict[str, Any], path: Path) -> None:
+    """The picture: a panel for each net, a line for each way."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cases, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("case", "way"))
-    shown = ["GB/s", "trainer CPU, ms", "waiting", "first batch, s"]
-    canvas, axes = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 5), layout="constrained")
-    for column, axis in zip(shown, axes, strict=True):
-        for number, way in enumerate(ways):
-            heights = [row[column] for row in rows if row["way"] == way]
-            places = [cases.index(row["case"]) + 0.16 * number for row in rows if row["way"] == way]
-            axis.bar(places, heights, 0.15, label=way)
-        axis.set_xticks([place + 0.32 for place in range(len(cases))], [case.split(":")[0] for case in cases])
-        axis.set_title(column)
-    axes[0].legend(fontsize=8)
-    canvas.suptitle(title)
+    trained = [figure for figure in results["figures"] if "steps, ms" in figure]
+    cases = list(dict.fromkeys(row["case"] for row in results["steps"]))
+    canvas, axes = pyplot.subplots(2, 2, figsize=(16, 10), layout="constrained")
+    for case, panel in zip(cases, axes.flat, strict=False):
+        for number, way in enumerate(WAYS):
+            spans = [figure["steps, ms"] for figure in trained if (figure["case"], figure["way"]) == (case, way)]
+            if spans:  # of several rounds the last
+                # The first step waits for the workers, which the table tells: it would press all others together.
+                panel.plot(range(2, len(spans[-1]) + 1), spans[-1][1:], label=way, color=f"C{number}", linewidth=1)
+        panel.set_title(case)
+        panel.set_xlabel("step")
+        panel.set_ylabel("ms")
+        panel.set_yscale("log")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    canvas.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    canvas.suptitle(f"Each of the first steps; {results['title']}")
     canvas.savefig(path, dpi=110)
+    pyplot.close(canvas)
+
+
+# ---- the command line
+
+
+def has_spdl() -> bool:
+    """Whether SPDL's pipelines and its transfer are installed."""
+    return importlib.util.find_spec("spdl") is not None and all(
+        importlib.util.find_spec(name) is not None for name in ("spdl.io", "spdl.pipeline")
+    )
 
 
 def main() -> None:
-    """Measures all, or with `--one` one way."""
+    """Measures all, or with `--one` one way and case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="without a GPU")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each way is measured; 2 by default")
+    parser.add_argument("--check", action="store_true", help="compare losses with torch's loader instead")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each way is measured; 1 by default")
     most = max(1, min(12, len(os.sched_getaffinity(0)) - 4))
     parser.add_argument("--workers", type=int, default=most, help="of each loader; four less than cores, at most 12")
-    parser.add_argument("--limit", type=float, default=55.0, help="seconds for each way, at most")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each process, at most; 30 by default")
+    parser.add_argument("--minutes", type=float, default=4.8, help="for all, at most: what is left is left out")
     parser.add_argument("--ways", nargs="+", default=[""], help="parts of the names of the ways to measure")
+    parser.add_argument(
+        "--cases", nargs="+", default=[""], help="likewise of the nets, and of what rates are measured of"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS.parent, help="folder for gpu.json and gpu.png")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.simulate and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --simulate runs everything without one")
+    if arguments.check:
+        simulate = ["--simulate"] if arguments.simulate else []
+        sys.exit(subprocess.run([sys.executable, CHECK, *simulate], check=False).returncode)
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.rounds, arguments.workers, arguments.simulate)))
+        print(json.dumps(measure(arguments)))
         return
-    link = (Simulated() if arguments.simulate else Gpu()).link()
-    figures: list[dict[str, Any]] = []
-    for way in WAYS:
-        if not any(part in way for part in arguments.ways):
-            continue
-        if way.startswith("SPDL") and importlib.util.find_spec("spdl") is None:
-            continue
-        figures += run(way, arguments)
-    name = "simulated, so the figures mean nothing" if arguments.simulate else torch.cuda.get_device_name()
-    title = f"{name}; {os.cpu_count()} cores, {arguments.workers} workers; one long copy: {link:.1f} GB/s"
-    rows = summary(figures, link)
-    show(rows, title)
+    if lacking := [package for package in ("matplotlib", "rich") if importlib.util.find_spec(package) is None]:
+        parser.error(f"this needs {', '.join(lacking)}, of the extra `bench`")
+    gpu = Simulated() if arguments.simulate else Gpu()
+    left_out = {SPDL} if arguments.simulate or not has_spdl() else set()
+    ways = [way for way in WAYS if way not in left_out and any(part in way for part in arguments.ways)]
+    link = gpu.link()
+    title = (
+        f"{gpu.name()}; {os.cpu_count()} cores, {arguments.workers} workers; torch {torch.__version__}; "
+        f"{harness.today()[:10]}; one long copy: {link:.1f} GB/s; rounds: {arguments.rounds}."
+    )
+    results = results_of(run_all(gpu, ways, arguments), gpu, link, title)
+    show(results)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = "gpu-simulated" if arguments.simulate else "gpu"
-    document = {"title": title, "link": link, "rounds": arguments.rounds, "rows": rows, "figures": figures}
-    path = arguments.out / f"{stem}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path = arguments.out / f"gpu{'-simulated' if arguments.simulate else ''}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if results["steps"]:
+        draw(results, path.with_suffix(".png"))
     if path.resolve() == RESULTS.resolve():
-        tables.put(DOCUMENT, COMMAND, table(document))
-    with contextlib.suppress(ImportError):
-        draw(rows, title, arguments.out / f"{stem}.png")
+        tables.put(DOCUMENT, COMMAND, table(results))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,53 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300  # on expiry the test fails
+LIMIT_S = 500  # on expiry the test fails
+LOADERS = {"torch, pin_memory", "torch, prefetcher by hand", "rayloader, pin_memory", "rayloader, device"}
 
 
 @pytest.mark.full
-def test_simulated_every_way_gives_every_figure(tmp_path):
-    command = [sys.executable, "benchmarks/gpu.py", "--simulate", "--rounds", "1", "--workers", "2", "--limit", "200"]
+def test_simulated_every_way_gives_every_figure(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+
+    command = [sys.executable, "benchmarks/gpu.py", "--simulate", "--workers", "2", "--limit", "200", "--minutes", "60"]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        [*command, "--cases", "MLP", "medium", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "gpu-simulated.json").read_text())["rows"]
-    assert {row["way"] for row in rows} >= {"torch, pin_memory", "rayloader, pin_memory", "rayloader, device"}
-    assert all(row["GB/s"] > 0 for row in rows)
     assert "simulated, so the figures mean nothing" in done.stdout
+    assert (tmp_path / "gpu-simulated.png").stat().st_size > 0
+    results = json.loads((tmp_path / "gpu-simulated.json").read_text())
+    assert {row["way"] for row in results["steps"]} == LOADERS | {"resident batch"}
+    assert {row["way"] for row in results["rates"]} == LOADERS
+    for row in results["steps"]:
+        assert row.keys() >= {"case", "way", *gpu.STEP_COLUMNS}
+        assert row["steady step, ms"] > 0
+    for row in results["rates"]:
+        assert row.keys() >= {"case", "way", *gpu.RATE_COLUMNS}
+        assert row["GB/s"] > 0
+    table = gpu.table(results)
+    assert all(table.count(f"| {way} |") == 2 for way in LOADERS)
+
+
+def test_what_the_times_of_steps_come_to(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+
+    spans = [900.0, 100.0, 100.0, 100.0, *[20.0] * 6, 50.0, *[20.0] * 88, 31.0, *[10.0] * 99, 21.0]
+    waits = [500.0, 9.0, 9.0, 9.0, *[1.0] * 195, 99.0]
+    found = gpu.of_steps({"steps, ms": spans, "next(), ms": waits, "resident step, ms": 8.0})
+    assert found == {
+        "steps 5 to 100, ms": pytest.approx((94 * 20 + 50 + 31) / 96),
+        "steady step, ms": 10.0,
+        "steady to resident": 1.25,
+        "slow steps": 3,
+        "next(), median, ms": 1.0,
+        "next(), mean, ms": pytest.approx(1.5),
+        "first batch of all, s": 0.5,
+    }
