@@ -232,6 +232,7 @@ def resident(job: Job) -> Epochs:
     return lambda: itertools.repeat(batch)
 
 
+BORN, LOCKED, LOCKING = "built in page-locked memory", "page-locked, MB", "page-locking, ms"
 TORCH, RESIDENT, SPDL = "torch, pin_memory", "resident batch", "SPDL, transfer_tensor_h2d"
 WAYS: dict[str, Callable[[Job], Epochs]] = {
     TORCH: torch_pinned,
@@ -260,21 +261,33 @@ def train(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
     gpu.synchronize()
     marks, asked = [gpu.mark()], []
     began = time.perf_counter()
-    batches, batch = iter(epochs()), None
+    batches, batch = iter(source := epochs()), None
     for _ in range(gpu.steps):
         batch = next(batches)
         asked.append(1e3 * (time.perf_counter() - began))  # the first also has iter()
         step(batch)
         marks.append(gpu.mark())
         began = time.perf_counter()
-    spans = gpu.spans(marks)
+    spans, locks = gpu.spans(marks), page_locks(source)
     del batches
     marks = [gpu.mark()]
     for _ in range(RESIDENT_STEPS):
         step(batch)
         marks.append(gpu.mark())
     alone = statistics.median(gpu.spans(marks)[WARM_UP:])
-    return {"steps, ms": _rounded(spans), "next(), ms": _rounded(asked), "resident step, ms": alone}
+    return {"steps, ms": _rounded(spans), "next(), ms": _rounded(asked), "resident step, ms": alone, **locks}
+
+
+def page_locks(source: Any) -> dict[str, float]:
+    """What a loader of rayloader's tells of page-locked memory, of all its epochs."""
+    if not hasattr(source, "stats"):
+        return {}
+    total = source.stats().total
+    return {
+        BORN: total.page_locked / total.batches,
+        LOCKED: total.locked_bytes / 1e6,
+        LOCKING: 1e3 * total.locking,
+    }
 
 
 def _rounded(values: list[float]) -> list[float]:
@@ -305,7 +318,7 @@ def rates(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
     each, end = [], time.perf_counter() + gpu.rates_s
     while not each or time.perf_counter() < end:
         seen = 0
-        for batch in epochs():
+        for batch in (source := epochs()):
             seen += 1
             if seen == WARM_UP:
                 nbytes = batch[0].nbytes
@@ -316,7 +329,7 @@ def rates(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
         each.append(count * nbytes / seconds / 1e9)
         found["trainer CPU, ms"] = 1e3 * (time.process_time() - own) / count
         found["machine CPU, ms"] = 1e3 * (machine_cpu() - whole) / count
-    return {**found, "GB/s": each[-1], "GB/s in the first epoch": each[0]}
+    return {**found, "GB/s": each[-1], "GB/s in the first epoch": each[0], **page_locks(source)}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -372,6 +385,7 @@ def run_all(gpu: Gpu, ways: list[str], arguments: argparse.Namespace) -> list[di
 
 TO_TORCH, TO_RESIDENT = "to torch's pin_memory", "steady to resident"
 SHARE = "of one long copy"
+LOCK_COLUMNS = {BORN: ".0%", LOCKED: ".0f", LOCKING: ".0f"}
 STEP_COLUMNS = {  # with their formats in the document
     "steps 5 to 100, ms": ".2f",
     TO_TORCH: ".2f",
@@ -381,6 +395,7 @@ STEP_COLUMNS = {  # with their formats in the document
     "next(), median, ms": ".2f",
     "next(), mean, ms": ".2f",
     "first batch of all, s": ".2f",
+    **LOCK_COLUMNS,
 }
 RATE_COLUMNS = {
     "GB/s": ".1f",
@@ -390,6 +405,7 @@ RATE_COLUMNS = {
     "machine CPU, ms": ".0f",
     "first batch, s": ".2f",
     "first batch of all, s": ".2f",
+    **LOCK_COLUMNS,
 }
 
 
