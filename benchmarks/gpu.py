@@ -172,6 +172,7 @@ class Job:
     gpu: Gpu
     case: Case
     workers: int
+    loader: Any = None  # of rayloader
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -215,14 +216,14 @@ def spdl(job: Job) -> Epochs:
 def rayloader_pinned(job: Job) -> Epochs:
     import rayloader
 
-    loader = rayloader.DataLoader(**job.arguments, workers="fork", pin_memory=True)
+    job.loader = loader = rayloader.DataLoader(**job.arguments, workers="fork", pin_memory=True)
     return lambda: map(job.gpu.move, loader)
 
 
 def rayloader_device(job: Job) -> Epochs:
     import rayloader
 
-    loader = rayloader.DataLoader(**job.arguments, workers="fork", device="cuda")
+    job.loader = loader = rayloader.DataLoader(**job.arguments, workers="fork", device="cuda")
     return lambda: loader
 
 
@@ -261,28 +262,28 @@ def train(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
     gpu.synchronize()
     marks, asked = [gpu.mark()], []
     began = time.perf_counter()
-    batches, batch = iter(source := epochs()), None
+    batches, batch = iter(epochs()), None
     for _ in range(gpu.steps):
         batch = next(batches)
         asked.append(1e3 * (time.perf_counter() - began))  # the first also has iter()
         step(batch)
         marks.append(gpu.mark())
         began = time.perf_counter()
-    spans, locks = gpu.spans(marks), page_locks(source)
+    spans = gpu.spans(marks)
     del batches
     marks = [gpu.mark()]
     for _ in range(RESIDENT_STEPS):
         step(batch)
         marks.append(gpu.mark())
     alone = statistics.median(gpu.spans(marks)[WARM_UP:])
-    return {"steps, ms": _rounded(spans), "next(), ms": _rounded(asked), "resident step, ms": alone, **locks}
+    return {"steps, ms": _rounded(spans), "next(), ms": _rounded(asked), "resident step, ms": alone}
 
 
-def page_locks(source: Any) -> dict[str, float]:
-    """What a loader of rayloader's tells of page-locked memory, of all its epochs."""
-    if not hasattr(source, "stats"):
+def page_locks(job: Job) -> dict[str, float]:
+    """What rayloader tells of page-locked memory, of all epochs."""
+    if job.loader is None:
         return {}
-    total = source.stats().total
+    total = job.loader.stats().total
     return {
         BORN: total.page_locked / total.batches,
         LOCKED: total.locked_bytes / 1e6,
@@ -318,7 +319,7 @@ def rates(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
     each, end = [], time.perf_counter() + gpu.rates_s
     while not each or time.perf_counter() < end:
         seen = 0
-        for batch in (source := epochs()):
+        for batch in epochs():
             seen += 1
             if seen == WARM_UP:
                 nbytes = batch[0].nbytes
@@ -329,7 +330,7 @@ def rates(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
         each.append(count * nbytes / seconds / 1e9)
         found["trainer CPU, ms"] = 1e3 * (time.process_time() - own) / count
         found["machine CPU, ms"] = 1e3 * (machine_cpu() - whole) / count
-    return {**found, "GB/s": each[-1], "GB/s in the first epoch": each[0], **page_locks(source)}
+    return {**found, "GB/s": each[-1], "GB/s in the first epoch": each[0]}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -341,8 +342,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     gpu.synchronize()
     way, name = arguments.one
     case = {**gpu.nets, **gpu.rates}[name]
-    epochs = WAYS[way](Job(gpu, case, arguments.workers))
-    return rates(gpu, case, epochs) if case.net is None else train(gpu, case, epochs)
+    epochs = WAYS[way](job := Job(gpu, case, arguments.workers))
+    found = rates(gpu, case, epochs) if case.net is None else train(gpu, case, epochs)
+    return {**found, **page_locks(job)}
 
 
 # ---- all of them

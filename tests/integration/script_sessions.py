@@ -181,7 +181,7 @@ if "users" in sys.argv:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # On a busy machine Ray waits for its agents for up to five minutes, unless it is started in this way.
-        with own_start(ray, None, contextlib.nullcontext(), dashboard=False) as ports:
+        with own_start(ray, None, contextlib.nullcontext(), dashboard=False, local=True) as ports:
             ray.init(address="local", num_cpus=2, include_dashboard=False)
     again, processes = use(persistent)
     rayloader.shutdown()
