@@ -56,7 +56,7 @@ class Pace:
         self._tasks_per_turn = 1
         self._seconds: deque[float] = deque(maxlen=RECENT_TURNS)  # per task, for each turn
         self._nbytes = 0.0  # size of a batch
-        self._turn: list[tuple[float, int]] = []  # seconds and bytes for each task of the current turn
+        self._turn_tasks = self._turn_seconds = self._turn_bytes = 0.0  # tasks of the current turn, and their sums
         self.depth = 0
         self.ahead = TURNS_AHEAD
 
@@ -67,15 +67,17 @@ class Pace:
 
     def saw(self, seconds: float, nbytes: int) -> bool:
         """Records the time of a task and the bytes of its batch; returns whether `depth` or `ahead` changed."""
-        self._turn.append((seconds, nbytes))
+        self._turn_tasks += 1
+        self._turn_seconds += seconds
+        self._turn_bytes += nbytes
         grown = nbytes * TURNS_UNDER_WAY * self._tasks_per_turn > 2 * self.worker_bytes  # this would take too much
-        if len(self._turn) < self._tasks_per_turn and not grown:
+        if self._turn_tasks < self._tasks_per_turn and not grown:
             return False
         if grown:
             self._nbytes = max(nbytes, self._nbytes)
-        self._seconds.append(sum(seconds for seconds, _ in self._turn) / len(self._turn))
-        self._nbytes = max(sum(nbytes for _, nbytes in self._turn) / len(self._turn), 0.9 * self._nbytes)
-        self._turn.clear()
+        self._seconds.append(self._turn_seconds / self._turn_tasks)
+        self._nbytes = max(self._turn_bytes / self._turn_tasks, 0.9 * self._nbytes)
+        self._turn_tasks = self._turn_seconds = self._turn_bytes = 0.0
         usual = statistics.median(self._seconds)
         fitting = self.worker_bytes / max(self._nbytes, 1.0)  # batches
         # At most twice as many as now: one quick turn proves nothing. A small change is not worth a message.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -112,6 +111,7 @@ class Engine:
 
     Attributes:
         changes: of all that this object owns.
+        lock: guards all that this object owns, and the position.
         was_interrupted: an exception that was neither the program's nor this library's has come out of `next`.
         failure: the error that ends the epoch once all deliverable batches were taken.
     """
@@ -134,7 +134,8 @@ class Engine:
         self._position = position
         self._delivery = delivery
         self._tally = tally
-        self.changes = Changes(position.lock)
+        self.lock = position.lock
+        self.changes = Changes(self.lock)
         self.was_interrupted = False
         self.failure: WorkerDiedError | None = None
         self._drawing = False  # indices were requested from the sampler, and the schedule does not know of them yet
@@ -153,6 +154,7 @@ class Engine:
         self._warned_of_sharing = False
         for worker in fleet.workers:
             worker.rebuilding = worker.dropped = None
+            worker.unanswered = schedule.unanswered(worker.worker_id)
 
     # ---- the user's side
 
@@ -182,11 +184,6 @@ class Engine:
     def broken(self) -> bool:
         """Whether an interrupt has left something half changed, see NOTE [interrupts]."""
         return self._drawing or self.changes.are_broken
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Guards all that this object owns, and the position."""
-        return self.changes.lock
 
     def next(self) -> Task | None:
         """The task whose batch is the next, None after the last. It remains the next until it is `position.handed`.
@@ -525,7 +522,7 @@ class Engine:
         return self.fleet.processes.uses_store
 
     def _owes(self, worker: Worker) -> bool:
-        return worker.rebuilding is not None or bool(self.schedule.unanswered(worker.worker_id))
+        return worker.rebuilding is not None or bool(worker.unanswered)
 
     def _begins(self, worker: Worker) -> bool:
         """Whether it was told of this epoch, and has not reported where it begins it."""
@@ -571,7 +568,7 @@ class Engine:
             self._note_news(worker, answer)
             self._has_rebuilt(worker, worker.rebuilding, *answer.replay)
         elif result is not None:
-            self._take_result(worker, self.schedule.unanswered(worker_id)[0], result, answer)
+            self._take_result(worker, worker.unanswered[0], result, answer)
 
     def _take_result(self, worker: Worker, task: Task, result: Result, answer: Answer) -> None:
         """Reports what a worker has built of a task."""
@@ -609,9 +606,8 @@ class Engine:
         log.append(answer.spent)
         if not counts.settled:
             log[-1] = tally.settle(counts, answer.spent)
-        unanswered = len(self.schedule.unanswered(worker.worker_id))
-        if unanswered > counts.depth:
-            counts.depth = unanswered
+        if len(worker.unanswered) > counts.depth:
+            counts.depth = len(worker.unanswered)
         if (task.lent is not None) is not counts.arena:
             counts.arena = task.lent is not None
             counts.lane = self.fleet.mailbox.lane(worker.host)
@@ -648,7 +644,7 @@ class Engine:
         at_work = min([worker for worker in workers if self._owes(worker)], key=self._oldest_call, default=None)
         admitted = suspect is not None
         if suspect is None and at_work is not None and at_work.has_begun and at_work.rebuilding is None:
-            suspect = self.schedule.unanswered(at_work.worker_id)[0].task_id
+            suspect = at_work.unanswered[0].task_id
         self.fleet.lose(process)
         for worker in workers:
             if worker is at_work or (at_work is None and not admitted):
@@ -665,8 +661,7 @@ class Engine:
         """The number of its oldest unanswered call, of those of its process; 0 if it has answered all."""
         if worker.rebuilding is not None:
             return worker.rebuilding.call
-        unanswered = self.schedule.unanswered(worker.worker_id)
-        return unanswered[0].call if unanswered else 0
+        return worker.unanswered[0].call if worker.unanswered else 0
 
     def _have_moved(self, workers: list[Worker]) -> None:
         for worker in workers:
@@ -828,8 +823,7 @@ class Engine:
             return
         ready = self.bytes_under_way
         # Each batch that is not built is taken for one of this size.
-        workers = range(len(self.fleet.workers))
-        under_way = nbytes * sum(len(self.schedule.unanswered(worker_id)) for worker_id in workers)
+        under_way = nbytes * sum(len(worker.unanswered) for worker in self.fleet.workers)
         # Where the depth is automatic the rest is bounded, but for the first tasks of each worker, which are torch's.
         if automatic or kept + ready + under_way >= limit:
             warn_of_bytes(kept, ready, under_way, limit, automatic=automatic)

@@ -141,6 +141,7 @@ class Schedule:
             and times of an earlier epoch.
 
     Attributes:
+        is_paced: whether the depth follows the workers' pace; else it is the user's to say.
         deliverable: tasks that are DELIVERED, in the order in which the user gets them.
         early: number of tasks that are READY: their batches have come before their turn.
         owed_draws: draws that were requested and not reported.
@@ -165,6 +166,7 @@ class Schedule:
         self.in_order = in_order
         self.elastic = elastic
         self.dynamic = dynamic
+        self.is_paced = elastic or dynamic
         self._grows = elastic  # whether the window may still grow
         self._prefetch_factor = prefetch_factor
         self._depth = prefetch_factor  # of the window, per worker
@@ -199,11 +201,6 @@ class Schedule:
     def window(self) -> int:
         """Tasks that may be in the table, of all workers together."""
         return self._depth * len(self._workers)
-
-    @property
-    def is_paced(self) -> bool:
-        """Whether the depth follows the workers' pace; else it is the user's to say."""
-        return self.elastic or self.dynamic
 
     @property
     def torch_draws(self) -> int:
@@ -455,11 +452,9 @@ class Schedule:
         self._move(task, TaskDone)
         worker.restarts = 0
         commands: list[Command] = self._deliver_ready() if self.in_order else [self._deliver(task)]
-        if worker.pace is not None:
-            changed = worker.pace.saw(event.seconds, event.nbytes)
+        if worker.pace is not None and worker.pace.saw(event.seconds, event.nbytes):
             self._limit(worker)
-            if changed:
-                commands += self._follow_paces()
+            commands += self._follow_paces()
         if worker.waiting:
             commands += self._feed(worker)
         if self._queued:

@@ -182,7 +182,7 @@ class Journal:
             self.replay[task_id] = task
         self.last_taken = task_id
         self._advance()
-        if not may_be_stale(self.base):
+        if self._before is not _NOTHING and not may_be_stale(self.base):
             self._before = _NOTHING
 
     def starts_before(self, before: Before) -> None:

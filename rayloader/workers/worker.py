@@ -1,7 +1,7 @@
 """One worker as the driver knows it: its journal, the process that hosts it, and what it may be asked.
 
 Promise: a worker that has lost its process, or is to move to another, is *away* until it is begun again, on a process
-that knows what its journal says. Nothing here waits. The tasks that it was given are the schedule's to know.
+that knows what its journal says. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rayloader.protocol import Setup
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.task import Task
-from rayloader.workers.connection import Channel, Mailbox, Started
+from rayloader.workers.connection import Mailbox, Started
 from rayloader.workers.process import Process
 
 
@@ -42,6 +42,7 @@ class Worker:
         begun_at: when its host was told that it is this worker, time.monotonic().
         rebuilding: the rebuilding in progress, if any.
         dropped: of the epoch that was closed, its first task that is not wanted any more, if any.
+        unanswered: the tasks that it was given and has not answered, oldest first; the schedule's record of them.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Worker:
         "rebuilding",
         "setup",
         "started",
+        "unanswered",
         "worker_id",
     )
 
@@ -69,11 +71,8 @@ class Worker:
         self.begun_at = 0.0
         self.rebuilding: Rebuilding | None = None
         self.dropped: int | None = None
+        self.unanswered: Sequence[Task] = ()
         self._after_call = 0  # of its host: later ones are of its current epoch
-
-    def _call(self) -> Channel:
-        """The channel to its host, over which a call is made."""
-        return self._mailbox.to(self.host)
 
     def begin(self, source: Any) -> None:
         """Tells its host that it is this worker, and from where to open its replica; see `Processes.sources`.
@@ -83,14 +82,14 @@ class Worker:
         setup, journal = self.setup, self.journal
         if journal.shared_seed is not None:
             setup = replace(setup, shared_seed=journal.shared_seed)
-        self.started = self._call().start(source, setup, journal.state)
+        self.started = self._mailbox.to(self.host).start(source, setup, journal.state)
         self._after_call = self.host.calls
         self.begun_at = time.monotonic()
         self.away = False
 
     def give(self, task: Task) -> None:
         """Lets it build a task's batch."""
-        task.lent = self._call().run(self.worker_id, task)
+        task.lent = self._mailbox.to(self.host).run(self.worker_id, task)
         task.call = self.host.calls
 
     def rebuild(self, tasks: Sequence[Task]) -> int:
@@ -99,12 +98,12 @@ class Worker:
         Returns:
             The number of the call.
         """
-        self._call().replay(self.worker_id, tasks)
+        self._mailbox.to(self.host).replay(self.worker_id, tasks)
         return self.host.calls
 
     def resume(self, resumed: Resumed) -> None:
         """Lets it begin another epoch; its journal is updated when it has."""
-        self._call().resume(self.worker_id, resumed)
+        self._mailbox.to(self.host).resume(self.worker_id, resumed)
         self.journal.resumed = self.host, self.host.calls
         self._after_call = self.host.calls
 
@@ -113,17 +112,17 @@ class Worker:
 
         Tasks of the previous epoch that it rebuilds have numbers of their own, and are not cancelled.
         """
-        self._call().drop(self._after_call, from_task)
+        self._mailbox.to(self.host).drop(self._after_call, from_task)
 
     def hurry(self) -> None:
         """Tells its host that another process will soon be this worker."""
         if self.host in self._mailbox and not self.away:
-            self._call().hurry(self.worker_id)
+            self._mailbox.to(self.host).hurry(self.worker_id)
 
     def leave(self) -> None:
         """Tells its host that it no longer is this worker, if it was ever told that it is."""
         if self.host in self._mailbox and not self.away:
-            self._call().leave(self.worker_id)
+            self._mailbox.to(self.host).leave(self.worker_id)
             self.host.lane.abandon(self.worker_id)
 
     def moves_to(self, host: Process) -> None:
