@@ -35,14 +35,14 @@ from rayloader.epoch.messages import (
 )
 from rayloader.epoch.schedule import Schedule
 from rayloader.observe.spent import pack
-from rayloader.protocol import Answer, Down, Result, ResultKind, Up, carried, result_of
+from rayloader.protocol import Answer, Down, ResultKind, Up, carried
 from rayloader.resume.digest import digest
 from rayloader.resume.drawn import drawn
 from rayloader.resume.journal import Journal
 from rayloader.task import Task
 from rayloader.transport import codec
 from rayloader.transport.codec import Fresh
-from rayloader.transport.lanes import ArenaLane, Wire, WorkerLane, from_wire, received, sealed, to_wire
+from rayloader.transport.lanes import ArenaLane, Wire, WorkerLane, from_wire, in_message, received, sealed, to_wire
 from rayloader.transport.local_line import DriverLine, connect
 
 BATCHES = 2000  # a round
@@ -96,19 +96,18 @@ class Way:
         nbytes = sum(buffer.nbytes for buffer in encoded.buffers)
         batch = encoded = fresh = None
         wire = timed("place", lambda: sealed(wire, arena))
-        result: Any = Result(task_id, ResultKind.BATCH, wire, nbytes=nbytes, digest=checked)
-        timed("send result", lambda: self._answer(task_id, result))
-        answer: Any = timed("receive", lambda: Answer(*pickle.loads(self._driver.receive()[0])[3]))
-        result = timed("receive", lambda: result_of(answer.result))
-        result.wire = timed("lend", lambda: received(result.wire, lent))
-        timed("journal", lambda: journal.answered(task_id, result.digest))
-        commands = timed("schedule", lambda: schedule.handle(TaskDone(task_id, result, nbytes)))
+        answer: Any = Answer(task_id, ResultKind.BATCH, tuple(wire), nbytes=nbytes, digest=checked)
+        timed("send result", lambda: self._answer(answer))
+        answer = timed("receive", lambda: Answer(*pickle.loads(self._driver.receive()[0])[3]))
+        answer.wire = timed("lend", lambda: received(answer.wire, lent))
+        timed("journal", lambda: journal.answered(task_id, answer.digest))
+        commands = timed("schedule", lambda: schedule.handle(TaskDone(task_id, answer, nbytes)))
         assert isinstance(commands[0], Deliver)
-        opened = [timed("open", lambda: from_wire(result.wire))]
+        opened = [timed("open", lambda: from_wire(answer.wire))]
         assert opened[0][1][5] == 5
-        lent = answer = None
+        lent = None
         timed("release", opened.clear)
-        result = None
+        answer = None
         timed("schedule", lambda: schedule.handle(BatchTaken(task_id)))
         timed("journal", lambda: journal.taken(task_id))
         return draw.checksum
@@ -116,13 +115,13 @@ class Way:
     def _submit(self, task: Task) -> Any:
         lent, room = self._lane.lend(self._arena)
         self._arena = lent.arena.address
-        message = (Down.RUN, 0, task.task_id, task.task_id, to_wire(task.indices.encoded).fields, room.fields)
+        message = (Down.RUN, 0, task.task_id, task.task_id, in_message(task.indices.encoded), room)
         self._driver.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         return lent
 
-    def _answer(self, task_id: int, result: Result) -> None:
-        answer = Answer(result.fields, 0.0, spent=pack(0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
-        self._worker.send(pickle.dumps((Up.ANSWER, 0, task_id, answer.fields), pickle.HIGHEST_PROTOCOL))
+    def _answer(self, answer: Answer) -> None:
+        answer.spent = pack(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._worker.send(pickle.dumps((Up.ANSWER, 0, answer.task_id, answer.fields), pickle.HIGHEST_PROTOCOL))
 
     def _timed(self, step: str, function: Callable[[], Any]) -> Any:
         began = time.perf_counter()

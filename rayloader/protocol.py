@@ -7,6 +7,7 @@ replace them. Calls of a process are numbered, and it answers them in order.
 
 from __future__ import annotations
 
+import operator
 import pickle
 import sys
 from collections.abc import Callable
@@ -102,6 +103,7 @@ class ResultKind:
     EMPTY = 3  # every sample of it was skipped
     EXITED = 4  # user code asked this process to end: SystemExit, KeyboardInterrupt
     NOT_STARTED = 5  # the same as EXITED, before its first task
+    REBUILT = 6  # of a call that rebuilds batches: there is none
 
 
 # After these results the process ends.
@@ -109,38 +111,18 @@ ENDS = ResultKind.EXITED, ResultKind.NOT_STARTED
 
 
 @dataclass(slots=True)
-class Result:
-    """The outcome of a task: `wire` holds the batch or the ExceptionWrapper, `text` describes an error."""
+class Answer:
+    """The outcome of a task, or of a call that rebuilds batches, with news of the worker."""
 
     task_id: int
     kind: int  # of `ResultKind`
-    wire: Wire | None = None
-    text: str = ""
+    wire: Any = None  # the batch, or the ExceptionWrapper: the fields of a `Wire`; the `Wire` itself once received
+    text: str = ""  # describes an error
     nbytes: int = 0  # of the batch's buffers
     skipped: tuple[fetching.Skipped, ...] = ()
     digest: int = 0  # tells whether a rebuilt batch is the same
     samples: int = 0  # in the batch
-
-    @property
-    def fields(self) -> tuple[Any, ...]:
-        """The part of it that is sent."""
-        return (
-            self.task_id,
-            self.kind,
-            None if self.wire is None else self.wire.fields,
-            self.text,
-            self.nbytes,
-            self.skipped,
-            self.digest,
-            self.samples,
-        )
-
-
-class Answer(NamedTuple):
-    """What a call of `run` or `replay` returns, with news of the worker."""
-
-    result: Any  # in the form that is sent, see NOTE [final]; None: of a replay that has not ended the process
-    seconds: float  # spent on it
+    seconds: float = 0.0  # spent on the call
     spent: bytes = b""  # how the time was spent: a `Spent`, packed
     replay: tuple[int, int] = 0, 0  # batches rebuilt since the worker was restored, and how many must be
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`, if a snapshot of the worker was taken
@@ -149,11 +131,11 @@ class Answer(NamedTuple):
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """The part of it that is sent: without the fields after the third, if they have their usual values."""
-        return self[:3] if self[3:] == _USUAL else tuple(self)
+        """What is sent of it, see NOTE [Fields] in lanes.py."""
+        return _FIELDS(self)
 
 
-_USUAL = tuple(Answer(None, 0.0))[3:]
+_FIELDS = operator.attrgetter(*Answer.__slots__)
 
 
 class Served(NamedTuple):
@@ -161,7 +143,7 @@ class Served(NamedTuple):
 
     Attributes:
         refused: why the line could not be opened.
-        answer: packed worker_id, call and `Answer`, which could not go over the line; the line is still open.
+        answer: worker_id, call and the fields of an `Answer` that could not go over the line; it is still open.
     """
 
     refused: str = ""
@@ -174,17 +156,8 @@ class Served(NamedTuple):
 # batch's memory: its call ends with it, and Ray copies them before the next call begins.
 
 
-def final(result: Result, in_band: int) -> Any:
-    """The form in which a result goes through Ray: bytes if at most `in_band` bytes must be copied, else its fields."""
-    if result.wire is None or fits_in_band(result.wire, in_band):
-        return pickle.dumps(result.fields, pickle.HIGHEST_PROTOCOL)
-    return result.fields
-
-
-def result_of(travelled: Any) -> Result:
-    """The result, from the form that was sent."""
-    result = Result(*(pickle.loads(travelled) if isinstance(travelled, bytes) else travelled))
-    fields: Any = result.wire
-    if fields is not None:
-        result.wire = Wire(*fields)
-    return result
+def final(answer: Answer, in_band: int) -> Any:
+    """How an answer goes through Ray: as bytes if at most `in_band` bytes must be copied, else as its fields."""
+    if answer.wire is None or fits_in_band(Wire(*answer.wire), in_band):
+        return pickle.dumps(answer.fields, pickle.HIGHEST_PROTOCOL)
+    return answer.fields

@@ -87,7 +87,7 @@ class Task:
         call: number of the call by which its worker was given it, of those of the process.
         lent: room for its batch, until it is answered.
         digest: of the batch that was built; None: it was not answered.
-        result: the answer, until the batch is taken.
+        result: the `Answer`, until the batch is taken.
         nbytes: of the batch's buffers.
         samples: in the batch.
         outcome: of `Outcome`.

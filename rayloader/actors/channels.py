@@ -263,9 +263,8 @@ class ActorLine(ActorCalls, LineCalls):
             return [self._ended_by(answer)]
         end: Served = answer
         if end.answer is not None:
-            worker_id, call, answer = unpack(end.answer)
             self._serve(served)
-            return [(Up.ANSWER, worker_id, call, answer)]
+            return [(Up.ANSWER, *end.answer)]
         if served.paused and not end.refused:
             served.line.close()
             self._served.remove(served)

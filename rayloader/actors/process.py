@@ -1,7 +1,7 @@
 """The worker process: an actor that hosts one worker, or several.
 
 Promise: user code runs in the actor's one main thread. Exceptions of user code never leave through Ray: they travel as
-a `Result`. The process is warm: `stop` drops the dataset, without its `__del__`, and another epoch or another loader
+an `Answer`. The process is warm: `stop` drops the dataset, without its `__del__`, and another epoch or another loader
 goes on in the process as user code has left it, with the modules that it has imported. The actor starts no thread and
 owns nothing but its process.
 
@@ -32,14 +32,14 @@ from rayloader.actors._compat_ray import set_process_title
 from rayloader.actors.image import Image, ImageAddress, decode_replica, image_from_contents, open_image
 from rayloader.actors.replica import Source
 from rayloader.errors import ReplicaMemoryError
-from rayloader.host.server import Hosting, LineServer, exit_without_callbacks
-from rayloader.host.worker import BuildOrder, HostedWorker
+from rayloader.host.server import Hosting, exit_without_callbacks
+from rayloader.host.worker import BuildOrder
 from rayloader.protocol import Answer, Replica, Served, Setup, WorkerAddress, final
 from rayloader.random.generators import collecting
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport import local_line
-from rayloader.transport.lanes import Recycled, WorkerLane, pack, unpack
+from rayloader.transport.lanes import Recycled, unpack
 from rayloader.transport.line import LineError
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
 
@@ -49,8 +49,8 @@ IN_BAND_BYTES = 1 << 16
 Address = local_line.LineAddress | tcp_line.TcpAddress  # of a line
 
 
-class ActorLineServer(LineServer):
-    """An actor's end of a line, to which it connects; with the memory for queued answers."""
+class ActorHosting(Hosting):
+    """The workers of an actor, and its end of a line, to which it connects; with the memory for queued answers."""
 
     _address: Address | None = None
     _copies: Recycled | None = None  # of data that cannot be sent at once
@@ -89,9 +89,7 @@ class WorkerProcess:
     def __init__(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in torch's worker
         exit_without_callbacks()
-        lane = WorkerLane()
-        self._hosting = Hosting(lane)
-        self._server = ActorLineServer(self._hosting, lane)
+        self._hosting = ActorHosting()
         # The image this process holds for its node, with the name of the driver's image it was copied from.
         self._image: tuple[str, Image] | None = None
 
@@ -119,10 +117,7 @@ class WorkerProcess:
         alone = not self._hosting
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
-        worker = HostedWorker(setup)
-        self._hosting.add(setup.worker_id, worker)
-        worker.start(functools.partial(_opened, source, alone=alone), state)
-        self._hosting.begins()
+        self._hosting.start(setup, functools.partial(_opened, source, alone=alone), state)
 
     def resume(self, worker_id: int, *resumed: Any) -> WorkerState:
         """Begins a new epoch with the same dataset object; `resumed` are the fields of a `Resumed`."""
@@ -137,7 +132,7 @@ class WorkerProcess:
                 may lie.
 
         Returns:
-            A packed `Answer`.
+            An `Answer`, see `final`.
         """
         self._hosting.was_idle()
         worker_id, call, task_id, indices, _ = unpack(message)
@@ -151,25 +146,20 @@ class WorkerProcess:
                 that digest, if one is known. Without tasks it continues with those that are left over.
 
         Returns:
-            A packed `Answer`, which reports the progress.
+            An `Answer`, see `final`, which reports the progress.
         """
         worker_id, call, tasks = unpack(message)
-        return self._packed(self._hosting.replay(worker_id, call, tasks, self._server.is_dropped))
+        return self._packed(self._hosting.replay(worker_id, call, tasks))
 
     def _packed(self, answer: Answer) -> Any:
-        result, wires = answer.result, []
-        if result is not None:
-            travels = final(result, IN_BAND_BYTES)
-            wires = [] if result.wire is None or isinstance(travels, bytes) else [result.wire.fields]
-            answer = answer._replace(result=travels)
-        packed = pack(answer, wires)
+        packed = final(answer, IN_BAND_BYTES)
         self._hosting.is_free()
         return packed
 
     def serve(self, address: Address, early: list[Any]) -> Served:
-        """Carries out `run`, `replay` and `resume` over a line; see `ActorLineServer.connect`."""
+        """Carries out `run`, `replay` and `resume` over a line; see `ActorHosting.connect`."""
         set_process_title(ray, f"ray::rayloader:{','.join(worker.label for worker in self._hosting)}")
-        return self._server.connect(address, early)
+        return self._hosting.connect(address, early)
 
     def hurry(self, worker_id: int) -> None:
         """Another process will soon be that worker."""
@@ -181,7 +171,7 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Drops the dataset."""
-        self._server.hang_up()
+        self._hosting.hang_up()
         self._hosting.clear()
 
 

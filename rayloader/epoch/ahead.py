@@ -25,7 +25,7 @@ from rayloader._compat import ExceptionWrapper
 from rayloader.epoch.schedule import Schedule
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.observe.recorder import Tally
-from rayloader.protocol import Result, ResultKind
+from rayloader.protocol import Answer, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import lanes
 from rayloader.transport.lanes import Recycled
@@ -174,7 +174,7 @@ class Preparation:
         self._tally = tally
         self.locked_at = 0.0
 
-    def is_done(self, task: Task, result: Result) -> bool:
+    def is_done(self, task: Task, result: Answer) -> bool:
         """Whether a deliverable batch is prepared."""
         if self._delivery.prepares:
             return task.data is not UNOPENED
@@ -211,7 +211,7 @@ class Preparation:
                 return task, False
         return None, False
 
-    def _prepare(self, task: Task, result: Result) -> None:
+    def _prepare(self, task: Task, result: Answer) -> None:
         if result.wire is not None:
             result = replace(result, wire=lanes.owned(result.wire, self._copies.copy))
         data = self._opened_and_prepared(task, result) if self._delivery.prepares else UNOPENED
@@ -221,7 +221,7 @@ class Preparation:
             if task.result is not None:  # otherwise the epoch was closed meanwhile
                 task.data, task.result = data, result
 
-    def _opened_and_prepared(self, task: Task, result: Result) -> Any:
+    def _opened_and_prepared(self, task: Task, result: Answer) -> Any:
         if result.wire is not None and self._delivery.accelerator is not None:
             began, self.locked_at = time.perf_counter(), math.inf
             locked, all_is_locked = lanes.page_lock(result.wire)
@@ -236,7 +236,7 @@ class Preparation:
         return self._delivery.prepared(data)
 
 
-def opened(task: Task, result: Result) -> Any:
+def opened(task: Task, result: Answer) -> Any:
     """The batch, or an ExceptionWrapper, also if it can't be unpickled; `fetching.NOTHING` if all was skipped."""
     if result.kind == ResultKind.EMPTY:
         return fetching.NOTHING

@@ -60,7 +60,7 @@ from rayloader.interrupts import Changes, change, interrupted
 from rayloader.observe.recorder import Tally
 from rayloader.observe.spent import Spent
 from rayloader.options import Options
-from rayloader.protocol import ENDS, Answer, Result, ResultKind, Up, result_of
+from rayloader.protocol import ENDS, Answer, ResultKind, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.snapshot import WorkerState
@@ -558,35 +558,34 @@ class Engine:
             return
         is_late = self._oldest_call(worker) != call
         answer = Answer(*content)
-        result = None if answer.result is None else result_of(answer.result)
-        if result is not None and result.kind in ENDS:  # that counts, even if what it was at is of the epoch before
-            suspect = result.task_id if result.kind == ResultKind.EXITED and not is_late else None
-            self._losses.append(_Loss(process, result.text, suspect, worker_id))
+        if answer.kind in ENDS:  # that counts, even if what it was at is of the epoch before
+            suspect = answer.task_id if answer.kind == ResultKind.EXITED and not is_late else None
+            self._losses.append(_Loss(process, answer.text, suspect, worker_id))
         elif is_late:
             return
         elif worker.rebuilding is not None:
             self._note_news(worker, answer)
             self._has_rebuilt(worker, worker.rebuilding, *answer.replay)
-        elif result is not None:
-            self._take_result(worker, worker.unanswered[0], result, answer)
+        else:
+            self._take_answer(worker, worker.unanswered[0], answer)
 
-    def _take_result(self, worker: Worker, task: Task, result: Result, answer: Answer) -> None:
+    def _take_answer(self, worker: Worker, task: Task, answer: Answer) -> None:
         """Reports what a worker has built of a task."""
-        exhausted = result.kind == ResultKind.EXHAUSTED
+        exhausted = answer.kind == ResultKind.EXHAUSTED
         if not exhausted:
             self._record(worker, task, answer)
-            if result.wire is not None and task.lent is not None:
-                result.wire = received(result.wire, task.lent)
-            task.samples = result.samples
-            worker.journal.answered(task.task_id, result.digest)
-            if result.kind != ResultKind.BATCH:
-                task.outcome = Outcome.EMPTY if result.kind == ResultKind.EMPTY else Outcome.ERROR
+            if answer.wire is not None:
+                answer.wire = received(answer.wire, task.lent)
+            task.samples = answer.samples
+            worker.journal.answered(task.task_id, answer.digest)
+            if answer.kind != ResultKind.BATCH:
+                task.outcome = Outcome.EMPTY if answer.kind == ResultKind.EMPTY else Outcome.ERROR
         self._note_news(worker, answer)
         if not exhausted:
-            self._handle(TaskDone(task.task_id, result, result.nbytes, answer.seconds))
+            self._handle(TaskDone(task.task_id, answer, answer.nbytes, answer.seconds))
             return
-        self._tally.skipped += len(result.skipped)
-        self._position.skip(result.skipped, self._options.max_skipped)
+        self._tally.skipped += len(answer.skipped)
+        self._position.skip(answer.skipped, self._options.max_skipped)
         self._handle(WorkerExhausted(task.task_id))
         worker.journal.exhausted()  # it writes nothing any more, and has nothing new to report
 

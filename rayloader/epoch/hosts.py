@@ -70,9 +70,9 @@ def fleet_for(
         if actors is not None:
             return actors
     check_forks(options.workers)
-    from rayloader.host import forked  # which is imported here for the forks
+    from rayloader.host import server  # which is imported here for the forks
 
-    fleet = Fleet(Forks(functools.partial(forked.serve, replica)), accelerator)
+    fleet = Fleet(Forks(functools.partial(server.serve, replica)), accelerator)
     fleet.lend(num_workers)
     return fleet
 

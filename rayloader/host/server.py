@@ -1,7 +1,8 @@
 """A worker process as the driver's calls reach it: the workers that it hosts, and its end of a line.
 
 Promise: what comes over the line is carried out in order, and answered; user code runs in the thread that serves. Only
-the active worker uses the process's random generators. No Ray, except for the references that an answer may carry.
+the active worker uses the process's random generators. No Ray, except for the references that an answer may carry. A
+fork has the replica, the modules and all settings as they were when it was forked.
 
 NOTE [Finalizers]. Torch's worker ends by `os._exit`: its iterator is finalized, because the function that holds it
 returns, and the dataset is not. No `__del__` of it and no `atexit` callback runs: a folder that the dataset would
@@ -26,12 +27,13 @@ from typing import Any
 from rayloader._compat import call_at_begin_of_exit, set_worker_info
 from rayloader.host.shard_info import nobody_reads
 from rayloader.host.worker import BuildOrder, HostedWorker
-from rayloader.protocol import Answer, Down, Result, Served, Setup, Up
+from rayloader.protocol import Answer, Down, Replica, ResultKind, Served, Setup, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.lanes import WorkerLane, pack, unpack
-from rayloader.transport.line import Line, packed
+from rayloader.transport.lanes import Wire, WorkerLane, unpack
+from rayloader.transport.line import Line, LineSocket, packed
+from rayloader.transport.pickler import note_fork
 
 # How often a busy process checks for new messages on its line, in seconds: it need not begin calls that were
 # cancelled.
@@ -43,24 +45,31 @@ _HARMLESS = {"rayloader", "ray", "torch", "multiprocessing"}
 
 
 class Hosting:
-    """The workers of one process.
+    """The workers of one process, and its end of a line, which it owns: carries out calls, in order, and answers.
+
+    Not the actor's class, because Ray wraps each method of that in a function of its own, and these run for each batch.
 
     Args:
-        lane: takes batches; an answer reports what happened to the batch there.
-
-    Attributes:
-        idle: seconds since the last answer without anything to do, for `Answer.spent`.
+        opened: of a fork, which is told over its line that it is a worker: as for `HostedWorker.start`.
     """
 
-    def __init__(self, lane: WorkerLane) -> None:
-        self.idle = 0.0
-        self._lane = lane
+    def __init__(self, opened: Callable[[], tuple[Replica, list[Any] | None]] | None = None) -> None:
+        self._opened = opened
+        self._lane = WorkerLane()
         self._workers: dict[int, HostedWorker] = {}  # by their ids
         self._at_work: HostedWorker | None = None  # the active one, whose generators are the process's
+        self._line: Line | None = None
+        self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
+        # Of the calls after the first number and up to the second, the tasks from the third on are cancelled.
+        self._dropped = 0, 0, 0
         # For `Answer.spent`, perf_counter() or seconds.
+        self._looked = 0.0  # when the line was checked last
         self._free_since = 0.0  # when it had finished all its calls
+        self._idle = 0.0  # since the last answer without anything to do
         self._answered = 0.0  # when the last answer was ready
         self._sending = 0.0  # time to send it, and for what had to be done before the next task
+
+    # ---- which workers
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -72,6 +81,15 @@ class Hosting:
         """Another process will soon be that worker."""
         if worker_id in self._workers:
             self._workers[worker_id].hurry()
+
+    def start(
+        self, setup: Setup, opened: Callable[[], tuple[Replica, list[Any] | None]], state: WorkerState | None
+    ) -> None:
+        """This process becomes a worker, besides those that it is already; see `HostedWorker.start`."""
+        worker = HostedWorker(setup)
+        self.add(setup.worker_id, worker)
+        worker.start(opened, state)
+        self._begins()
 
     def add(self, worker_id: int, worker: HostedWorker) -> None:
         """This process hosts the worker from now on, and it is the active one."""
@@ -107,14 +125,16 @@ class Hosting:
         set_worker_info(None)
         nobody_reads()
 
-    def begins(self) -> None:
+    def _begins(self) -> None:
         """One of the workers begins an epoch."""
         self._free_since = time.perf_counter()
-        self.idle = self._sending = 0.0
+        self._idle = self._sending = 0.0
+
+    # ---- calls
 
     def was_idle(self) -> None:
         """There was nothing to do since `is_free`."""
-        self.idle += time.perf_counter() - self._free_since
+        self._idle += time.perf_counter() - self._free_since
 
     def is_free(self) -> None:
         """The last answer was sent."""
@@ -123,77 +143,52 @@ class Hosting:
 
     def resume(self, worker_id: int, resumed: Resumed) -> WorkerState:
         """A worker begins a new epoch with the same dataset object."""
-        self._switch_to(worker_id)
-        state = self._workers[worker_id].resume(resumed)
-        self.begins()
+        state = self._active(worker_id).resume(resumed)
+        self._begins()
         return state
 
     def run(self, worker_id: int, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """A worker builds a batch, in the arena if there is one."""
-        self._switch_to(worker_id)
-        worker = self._workers[worker_id]
-        began = time.perf_counter()
-        result = worker.run(task, arena)
-        return self._answer(worker, result, began)
+        worker, began = self._active(worker_id), time.perf_counter()
+        return self._completed(worker.run(task, arena), worker, began)
 
     def replay(
         self,
         worker_id: int,
         call: int,
         tasks: Iterable[tuple[int, tuple[Any, ...], int | None]],
-        dropped: Callable[[int, int], bool],
     ) -> Answer:
         """A worker rebuilds batches; see `HostedWorker.replay`."""
-        self._switch_to(worker_id)
-        worker = self._workers[worker_id]
-        began = time.perf_counter()
+        worker, began = self._active(worker_id), time.perf_counter()
         again = [BuildOrder(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
-        result = worker.replay(again, dropped)
-        return self._answer(worker, result, began)
+        return self._completed(worker.replay(again, self.is_dropped) or Answer(-1, ResultKind.REBUILT), worker, began)
 
-    def _answer(self, worker: HostedWorker, result: Result | None, began: float) -> Answer:
+    def _completed(self, answer: Answer, worker: HostedWorker, began: float) -> Answer:
+        """The answer to a call that began at that time, with the news of worker and lane."""
         self._answered = ended = time.perf_counter()
-        seconds, lane = ended - began, self._lane
-        progress, state = worker.progress, worker.snapshot_if_due(seconds)
-        spent = worker.spent(ended, self.idle, self._sending)
-        self.idle = self._sending = 0.0
-        return Answer(result, seconds, spent, progress, state, lane.take_full(), lane.error)
+        answer.seconds = ended - began
+        answer.replay, answer.state = worker.progress, worker.snapshot_if_due(answer.seconds)
+        answer.full, answer.no_arena = self._lane.take_full(), self._lane.error
+        answer.spent = worker.spent(ended, self._idle, self._sending)
+        self._idle = self._sending = 0.0
+        return answer
 
-    def _switch_to(self, worker_id: int | None) -> None:
+    def _active(self, worker_id: int) -> HostedWorker:
+        """A worker that has something to do now."""
+        worker = self._workers[worker_id]
+        if worker is not self._at_work:
+            self._switch_to(worker)
+        return worker
+
+    def _switch_to(self, worker: HostedWorker | None) -> None:
         """Lets another worker of the process use its generators."""
-        worker = self._workers[worker_id] if worker_id is not None else None
-        if worker is self._at_work:
-            return
         if self._at_work is not None:
             self._at_work.park()
         if worker is not None:
             worker.unpark()
         self._at_work = worker
 
-
-class LineServer:
-    """The process's end of a line: carries out the calls that come over it, in order, and answers.
-
-    Not the actor's class, because Ray wraps each method of that in a function of its own, and these run for each batch.
-    It owns the line.
-
-    Args:
-        hosting: carries out the calls.
-        lane: takes batches.
-        start: makes the process a worker, where that comes over the line: in forks.
-    """
-
-    def __init__(
-        self, hosting: Hosting, lane: WorkerLane, start: Callable[[Setup, WorkerState | None], None] | None = None
-    ) -> None:
-        self._hosting = hosting
-        self._lane = lane
-        self._start = start
-        self._line: Line | None = None
-        self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
-        self._looked = 0.0  # perf_counter(): when the line was checked last
-        # Of the calls after the first number and up to the second, the tasks from the third on are cancelled.
-        self._dropped = 0, 0, 0
+    # ---- over a line
 
     def serve(self, line: Line) -> Served:
         """Carries out over a line what `run`, `replay` and `resume` do, until the line ends.
@@ -212,20 +207,18 @@ class LineServer:
                 line.send(packed((Up.MANAGED, worker_id, call, kind), line.apart))
                 continue
             if kind == Down.RESUME:
-                state = self._hosting.resume(worker_id, Resumed(*arguments))
+                state = self.resume(worker_id, Resumed(*arguments))
                 line.send(packed((Up.BEGUN, worker_id, call, tuple(state)), line.apart))
                 continue
             answer = self._do(kind, worker_id, call, *arguments)
             if answer is None:
                 continue
-            wire = None if answer.result is None else answer.result.wire
-            fields = (None if answer.result is None else answer.result.fields, *answer.fields[1:])
-            if wire is not None and wire.carried:  # references to Ray's objects
+            if answer.wire is not None and Wire(*answer.wire).carried:  # references to Ray's objects
                 line.drain()  # older answers come first
-                self._hosting.is_free()
-                return Served(answer=pack((worker_id, call, fields), [wire.fields]))
-            line.send(packed((Up.ANSWER, worker_id, call, fields), line.apart))
-            self._hosting.is_free()
+                self.is_free()
+                return Served(answer=(worker_id, call, answer.fields))
+            line.send(packed((Up.ANSWER, worker_id, call, answer.fields), line.apart))
+            self.is_free()
         line.drain()
         self.hang_up()
         return Served(refused=line.fault)
@@ -233,23 +226,24 @@ class LineServer:
     def _manage(self, kind: int, worker_id: int, *arguments: Any) -> None:
         """Begins, hurries or leaves a worker."""
         if kind == Down.START:
-            assert self._start is not None
-            self._start(*arguments)
+            setup, state = arguments
+            assert self._opened is not None
+            self.start(setup, self._opened, state)
         elif kind == Down.HURRY:
-            self._hosting.hurry(worker_id)
+            self.hurry(worker_id)
         else:
-            self._hosting.remove(worker_id)
+            self.remove(worker_id)
 
     def _do(self, kind: int, worker_id: int, call: int, *arguments: Any) -> Answer | None:
         """Carries out a call that came over the line; None if it was cancelled."""
         if kind == Down.REPLAY:
             (tasks,) = arguments
-            return self._hosting.replay(worker_id, call, tasks, self.is_dropped)
+            return self.replay(worker_id, call, tasks)
         task_id, indices, room = arguments
         arena = self._lane.open(room)  # it brings news of the arena, even if the task is cancelled
         if self.is_dropped(call, task_id):
             return None
-        return self._hosting.run(worker_id, BuildOrder(call, task_id, indices), arena)
+        return self.run(worker_id, BuildOrder(call, task_id, indices), arena)
 
     def _attend(self, line: Line) -> None:
         """Receives from the line, waiting if there is nothing to do; sends what is unsent."""
@@ -262,7 +256,7 @@ class LineServer:
             if line.unsent:
                 line.wait()
             self.take_in(line.receive() if line.unsent else line.receive_next())
-            self._hosting.idle += time.perf_counter() - now
+            self._idle += time.perf_counter() - now
         self._looked = now
         if line.unsent:
             line.flush()
@@ -290,6 +284,21 @@ class LineServer:
         line, self._line = self._line, None
         if line is not None:
             line.close()
+
+
+def serve(replica: Replica, end: int) -> None:
+    """What a fork of the driver does, from its first moment to its last: serves its end of a line until it ends.
+
+    It uses nothing else of the driver's: no line, no thread, no Ray.
+
+    Args:
+        replica: the driver's own objects, as they were when it forked.
+        end: the descriptor of this process's end of the line.
+    """
+    note_fork()
+    hosting = Hosting(lambda: (replica, None))
+    hosting.serve(Line(LineSocket(fileno=end)))
+    hosting.end()
 
 
 # ---- what is finalized

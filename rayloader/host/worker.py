@@ -29,7 +29,7 @@ from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torch
 from rayloader.host.shard_info import Reader
 from rayloader.host.whole_batches import SELECTS, whole_batch
 from rayloader.observe.spent import pack
-from rayloader.protocol import ENDS, Replica, Result, ResultKind, Setup, carried
+from rayloader.protocol import ENDS, Answer, Replica, ResultKind, Setup, carried
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
@@ -88,7 +88,7 @@ class HostedWorker:
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._fetcher: Any = None
-        self._failure: Result | None = None  # of `start` or `resume`; the answer to every task
+        self._failure: Answer | None = None  # of `start` or `resume`; the answer to every task
         self._unrestored = False  # whether that failure means that this worker cannot be restored
         self._exhausted = False
         self._end_is_told = False  # in a snapshot
@@ -312,7 +312,7 @@ class HostedWorker:
             self._dataset_epoch = epoch
             self._dataset.set_epoch(epoch)
 
-    def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Result:
+    def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Returns a task's result."""
         self._read_on(math.inf)
         while self._left:
@@ -321,7 +321,7 @@ class HostedWorker:
                 return replace(result, task_id=task.task_id)
         return self._do(task, arena)
 
-    def replay(self, tasks: list[BuildOrder], dropped: Callable[[int, int], bool]) -> Result | None:
+    def replay(self, tasks: list[BuildOrder], dropped: Callable[[int, int], bool]) -> Answer | None:
         """Rebuilds tasks for a limited time, and keeps the rest. Returns only a result that ends the process."""
         self._left.extend(tasks)
         self._unrestored |= self._failure is not None
@@ -341,7 +341,7 @@ class HostedWorker:
                 break
         return None
 
-    def _do(self, task: BuildOrder, arena: ArenaWriter | None) -> Result:
+    def _do(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Executes a task when it is its turn; a rebuilt batch must equal the original."""
         if self._rewind is not None:
             self._rewind.task_begins(task.task_id)
@@ -366,7 +366,7 @@ class HostedWorker:
         assert self._failure is not None
         return replace(self._failure, task_id=task.task_id)
 
-    def _build(self, task: BuildOrder, arena: ArenaWriter | None) -> Result:
+    def _build(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         self._began, self._fetched, self._collated = time.perf_counter(), 0.0, 0.0
         task_id = task.task_id
         if self._failure is not None and (self._unrestored or not self._exhausted):
@@ -375,7 +375,7 @@ class HostedWorker:
             self._exhausted = self._is_iterable and not task.again and not self._unrestored
             return replace(self._failure, task_id=task_id)
         if self._exhausted:
-            return Result(task_id, ResultKind.EXHAUSTED)
+            return Answer(task_id, ResultKind.EXHAUSTED)
         skipped: list[fetching.Skipped] = []
         setup = self._setup
         has_just_loaded = self._recorder.loaded is not None
@@ -398,13 +398,13 @@ class HostedWorker:
             if arena is not None:
                 del batch, encoded, fresh  # the last references to the batch, unless user code has some
                 wire = sealed(wire, arena)
-            result = Result(task_id, ResultKind.BATCH, wire, "", nbytes, tuple(skipped), checksum, samples)
+            result = Answer(task_id, ResultKind.BATCH, tuple(wire), "", nbytes, tuple(skipped), checksum, samples)
         except fetching.NothingLeft:
-            result = Result(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
+            result = Answer(task_id, ResultKind.EMPTY, skipped=tuple(skipped))
         except Exception as error:  # anything that user code can raise: it belongs to the user, not to Ray
             if isinstance(error, StopIteration) and self._is_iterable:
                 self._exhausted = True
-                return Result(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
+                return Answer(task_id, ResultKind.EXHAUSTED, skipped=tuple(skipped))
             checksum = of_error(type(error))
             if has_just_loaded:
                 add_note(
@@ -501,21 +501,21 @@ class HostedWorker:
         )
 
 
-def _error(task_id: int, where: str) -> Result:
+def _error(task_id: int, where: str) -> Answer:
     """The exception being handled, as torch sends it; as text only if its type cannot be pickled."""
     wrapper = ExceptionWrapper(where=where)
     assert wrapper.exc_type is not None
     text = f"Caught {wrapper.exc_type.__name__} {where}.\nOriginal {wrapper.exc_msg}"
     try:
-        wire = to_wire(_encode(wrapper))
+        wire = tuple(to_wire(_encode(wrapper)))
     except Exception:  # the type's own pickling may raise anything
-        return Result(task_id, ResultKind.ERROR, text=text)
-    return Result(task_id, ResultKind.ERROR, wire, text)
+        return Answer(task_id, ResultKind.ERROR, text=text)
+    return Answer(task_id, ResultKind.ERROR, wire, text)
 
 
-def _exited(task_id: int, error: BaseException) -> Result:
+def _exited(task_id: int, error: BaseException) -> Answer:
     told = [f"{exit_in_words(_exit_code(error))}\n"] if isinstance(error, SystemExit) else []
-    return Result(task_id, ResultKind.EXITED, text="".join([*told, *traceback.format_exception(error)]))
+    return Answer(task_id, ResultKind.EXITED, text="".join([*told, *traceback.format_exception(error)]))
 
 
 def _exit_code(error: SystemExit) -> int:

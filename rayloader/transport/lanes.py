@@ -7,8 +7,8 @@ must not write to any part of it, except for buffers that lie in no slot and wer
 In the order of a batch's path: worker `to_wire`, `sealed`; driver `received`, `from_wire`. The driver's `ArenaLane`
 owns one actor's arena; no wait ever depends on room in it.
 
-NOTE [Fields]. What is sent of a `Wire` or a `Room` is a plain tuple of its fields, and whoever receives it makes the
-object again: a tuple is pickled and unpickled in 1 us, an object of a class in 4.
+NOTE [Fields]. What is sent of a `Wire`, a `Room` or an `Answer` is a plain tuple of its fields, and whoever receives it
+makes the object again: a tuple is pickled and unpickled in 1 us, an object of a class in 4.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,22 +43,14 @@ ARENA_BYTES = 1 << 36
 SPOILED_BYTES = 1 << 28
 
 
-@dataclass(slots=True)
-class Wire:
-    """The form in which an encoded object is sent, as `fields`; see NOTE [Fields]."""
+class Wire(NamedTuple):
+    """The form in which an encoded object is sent; see NOTE [Fields]."""
 
     skeleton: bytes
     buffers: Sequence[Any]  # each a `Slice` of a slot of its own; None for a small one; or the bytes themselves
     carried: Sequence[Any]  # objects that Ray carries
     small_slot: Slot | None = None  # where the small ones lie side by side
     small_sizes: Sequence[int] = ()
-
-    @property
-    def fields(self) -> tuple[Any, ...]:
-        """The part of it that is sent."""
-        if self.small_slot is None:
-            return self.skeleton, self.buffers, self.carried
-        return self.skeleton, self.buffers, self.carried, self.small_slot, self.small_sizes
 
 
 class Room(NamedTuple):
@@ -126,22 +117,21 @@ def to_wire(encoded: codec.Encoded, arena: ArenaWriter | None = None) -> Wire:
 
 def sealed(wire: Wire, arena: ArenaWriter) -> Wire:
     """The wire with its buffers in slots made final; call it after the batch and its encoded form have been dropped."""
-    wire.buffers = [arena.seal(buffer) if type(buffer) is tuple else buffer for buffer in wire.buffers]
-    return wire
+    buffers = [arena.seal(buffer) if type(buffer) is tuple else buffer for buffer in wire.buffers]
+    return Wire(wire.skeleton, buffers, *wire[2:])
 
 
-def received(wire: Wire, lent: Lent) -> Wire:
-    """The wire with leased views of slots, and copies of small buffers, in place of what stands for them."""
-    arena, leases = lent.arena, lent.leases
-    small: list[Any] = [] if wire.small_slot is None else arena.unpack(wire.small_slot, wire.small_sizes, leases)
-    if len(small) == len(wire.buffers):
-        return Wire(wire.skeleton, small, wire.carried)
-    copies = iter(small)
-    views = [
-        next(copies) if buffer is None else arena.view(buffer, leases) if type(buffer) is tuple else buffer
-        for buffer in wire.buffers
-    ]
-    return Wire(wire.skeleton, views, wire.carried)
+def received(fields: Sequence[Any], lent: Lent | None) -> Wire:
+    """The wire of these fields, with leased views of slots, and copies of small buffers, in place of their names."""
+    skeleton, buffers, carried, small_slot, small_sizes = fields
+    if lent is not None and buffers:
+        arena, leases = lent.arena, lent.leases
+        copies = iter(() if small_slot is None else arena.unpack(small_slot, small_sizes, leases))
+        buffers = [
+            next(copies) if buffer is None else arena.view(buffer, leases) if type(buffer) is tuple else buffer
+            for buffer in buffers
+        ]
+    return Wire(skeleton, buffers, carried)
 
 
 def from_wire(wire: Wire) -> Any:

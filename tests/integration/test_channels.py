@@ -23,7 +23,7 @@ from latches import Gate, Mail
 from rayloader import DataLoader
 from rayloader.actors import session
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
-from rayloader.protocol import Answer, ResultKind, Up, carried, result_of
+from rayloader.protocol import Answer, ResultKind, Up, carried
 from rayloader.resume.drawn import drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
@@ -123,12 +123,11 @@ class Peer:
         kind, worker_id, call, content = message
         assert (kind, worker_id) == (Up.ANSWER, 0)
         task, answer = self.tasks.pop(call), Answer(*content)
-        result = result_of(answer.result)
-        assert result.task_id == task.task_id
-        if result.wire is not None and task.lent is not None:
-            result.wire = received(result.wire, task.lent)
+        assert answer.task_id == task.task_id
+        if answer.wire is not None:
+            answer.wire = received(answer.wire, task.lent)
         task.lent = None
-        return task, result
+        return task, answer
 
     def batch(self, message):
         _, result = self.answer(message)
@@ -305,7 +304,7 @@ def test_what_is_rebuilt_and_the_next_epoch_are_answered_in_their_turn(any_peer)
     task = any_peer.run(("value", 6))
     again, begun, answer = any_peer.hear(3)
     assert again[:3] == (Up.ANSWER, 0, replayed)
-    assert (Answer(*again[3]).result, Answer(*again[3]).replay) == (None, (1, 1))
+    assert (Answer(*again[3]).kind, Answer(*again[3]).replay) == (ResultKind.REBUILT, (1, 1))
     assert begun[:3] == (Up.BEGUN, 0, resumed)
     assert (WorkerState(*begun[3]).epoch, WorkerState(*begun[3]).tasks) == (1, 0)
     assert answer[2] == task.call

@@ -14,13 +14,13 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from rayloader.errors import RaySessionError
 from rayloader.observe import spent
-from rayloader.protocol import Answer, Result, ResultKind, Up, WorkerAddress
+from rayloader.protocol import Answer, ResultKind, Up, WorkerAddress
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
@@ -237,14 +237,14 @@ class Process:
                 return Up.ANSWER, worker_id, call, self._answer(hosted, ends).fields
         return Up.ANSWER, worker_id, call, self._answer(hosted, self._build(hosted, task_id, indices)).fields
 
-    def _build(self, hosted: Hosted, task_id: int, indices: Any) -> Result:
+    def _build(self, hosted: Hosted, task_id: int, indices: Any) -> Answer:
         if (hosted.epoch, task_id) in self.exits_at:
             self.exits_at.discard((hosted.epoch, task_id))
             self.has_exited = True
-            return Result(task_id, ResultKind.EXITED, text=f"SystemExit in batch {task_id}")
+            return Answer(task_id, ResultKind.EXITED, text=f"SystemExit in batch {task_id}")
         fleet = self.fleet
         if fleet.length is not None and hosted.tasks >= fleet.length(hosted.worker_id):
-            return Result(task_id, ResultKind.EXHAUSTED)
+            return Answer(task_id, ResultKind.EXHAUSTED)
         hosted.past[task_id] = hosted.position
         hosted.tasks, hosted.last_task = hosted.tasks + 1, task_id
         if (kind := fleet.outcome(task_id)) is not None:
@@ -253,22 +253,25 @@ class Process:
         batch = fleet.batch(hosted.worker_id, hosted.epoch, hosted.position, indices)
         hosted.position += 1
         digest = zlib.crc32(repr(batch).encode())
-        return Result(
-            task_id, ResultKind.BATCH, to_wire(codec.encode(batch)), "", fleet.nbytes(task_id), digest=digest, samples=1
+        return Answer(
+            task_id,
+            ResultKind.BATCH,
+            tuple(to_wire(codec.encode(batch))),
+            "",
+            fleet.nbytes(task_id),
+            digest=digest,
+            samples=1,
         )
 
-    def _answer(self, hosted: Hosted, result: Result | None) -> Answer:
-        state = tuple(hosted.state) if hosted.tasks and hosted.tasks % self.fleet.snapshot_every == 0 else None
-        if result is not None and result.kind == ResultKind.EXHAUSTED:
-            state = tuple(hosted.state._replace(exhausted=True))
-        return Answer(
-            None if result is None else result.fields,
-            self.fleet.seconds,
-            spent.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0),
-            (hosted.rebuilt, hosted.to_rebuild),
-            state=state if result is not None and result.kind in (ResultKind.BATCH, ResultKind.EXHAUSTED) else None,
-            **self.fleet.news,
-        )
+    def _answer(self, hosted: Hosted, outcome: Answer | None) -> Answer:
+        answer = outcome or Answer(-1, ResultKind.REBUILT)
+        ended = answer.kind == ResultKind.EXHAUSTED
+        if ended or (answer.kind == ResultKind.BATCH and hosted.tasks % self.fleet.snapshot_every == 0):
+            answer.state = tuple(hosted.state._replace(exhausted=ended))
+        answer.seconds = self.fleet.seconds
+        answer.spent = spent.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0)
+        answer.replay = hosted.rebuilt, hosted.to_rebuild
+        return replace(answer, **self.fleet.news)
 
     def _do_replay(self, call: int, worker_id: int, _: Any, again: list[Any]) -> tuple[Any, ...]:
         hosted = self.hosted[worker_id]
@@ -279,7 +282,7 @@ class Process:
             ends = ends or self._rebuild(hosted, *hosted.left.popleft())
         return Up.ANSWER, worker_id, call, self._answer(hosted, ends).fields
 
-    def _rebuild(self, hosted: Hosted, call: int, task_id: int, indices: Any, digest: int | None) -> Result | None:
+    def _rebuild(self, hosted: Hosted, call: int, task_id: int, indices: Any, digest: int | None) -> Answer | None:
         """Returns a result that ends the process."""
         hosted.rebuilt += 1
         if not self._is_dropped(call, task_id):
@@ -369,7 +372,7 @@ class FakeFleet:
             *indices,
         ]
         self.length: Callable[[int], int] | None = None
-        self.outcome: Callable[[int], Result | None] = lambda task_id: None
+        self.outcome: Callable[[int], Answer | None] = lambda task_id: None
         self.nbytes: Callable[[int], int] = lambda task_id: 1000
         self.seconds = 1.0
         self.news: dict[str, Any] = {}

@@ -34,7 +34,7 @@ from rayloader.errors import RaySessionError
 from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
 from rayloader.observe.recorder import Tally
 from rayloader.options import Options
-from rayloader.protocol import Result, ResultKind, Up
+from rayloader.protocol import Answer, ResultKind, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
@@ -386,7 +386,7 @@ def test_what_the_first_draws_raise_is_raised_by_open(begin):
 
 def test_what_a_worker_raises_is_the_users_and_the_next_batch_follows(begin):
     epoch = begin()
-    epoch.fleet.outcome = lambda task_id: Result(task_id, ResultKind.ERROR, text="bad") if task_id == 1 else None
+    epoch.fleet.outcome = lambda task_id: Answer(task_id, ResultKind.ERROR, text="bad") if task_id == 1 else None
     epoch.open()
     epoch.take()
     with pytest.raises(RuntimeError, match="bad"):
@@ -1071,7 +1071,7 @@ def test_skipped_samples_are_counted_and_an_empty_batch_is_passed_over(begin, ca
     epoch = begin(on_error="skip", max_skipped=3)
     skipped = (("7", "ValueError: bad"),)
     epoch.fleet.outcome = lambda task_id: (
-        Result(task_id, ResultKind.EMPTY, skipped=skipped) if task_id in (2, 3, 8) else None
+        Answer(task_id, ResultKind.EMPTY, skipped=skipped) if task_id in (2, 3, 8) else None
     )
     epoch.open()
     assert [batch[-1] for batch in epoch.take_all()] == [n for n in range(12) if n not in (2, 3, 8)]
@@ -1083,7 +1083,7 @@ def test_skipped_samples_are_counted_and_an_empty_batch_is_passed_over(begin, ca
 def test_too_many_skipped_samples_are_an_error_and_the_batch_counts_as_given(begin):
     epoch = begin(on_error="skip", max_skipped=1)
     epoch.fleet.outcome = lambda task_id: (
-        Result(task_id, ResultKind.EMPTY, skipped=(("7", "bad"),)) if task_id in (2, 5) else None
+        Answer(task_id, ResultKind.EMPTY, skipped=(("7", "bad"),)) if task_id in (2, 5) else None
     )
     epoch.open()
     for _ in range(4):

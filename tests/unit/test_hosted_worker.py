@@ -4,7 +4,7 @@ import pytest
 
 from rayloader._compat import DatasetKind
 from rayloader.host.worker import BuildOrder, HostedWorker
-from rayloader.protocol import Result, ResultKind, Setup
+from rayloader.protocol import Answer, ResultKind, Setup
 from rayloader.resume.journal import Resumed
 
 SETUP = Setup(
@@ -29,6 +29,6 @@ def test_what_exits_while_earlier_batches_are_built_again_for_the_next_epoch_end
     """Or the epoch would go on from a worker that has built only a part of them."""
     worker = HostedWorker(SETUP)
     worker._left.append(BuildOrder(1, 7, (), again=True))
-    monkeypatch.setattr(worker, "_do", lambda task, arena: Result(task.task_id, ResultKind.EXITED, text="as planned"))
+    monkeypatch.setattr(worker, "_do", lambda task, arena: Answer(task.task_id, ResultKind.EXITED, text="as planned"))
     with pytest.raises(SystemExit, match="as planned"):
         worker.resume(Resumed(1, None, None))

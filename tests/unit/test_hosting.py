@@ -97,7 +97,7 @@ class Hosted:
 
 
 def test_a_worker_that_moves_away_or_starts_again_ends_its_iterator_and_not_its_dataset(notes):
-    hosting = Hosting(None)
+    hosting = Hosting()
     hosting.add(0, Hosted(notes))
     hosting.add(1, Hosted(notes))
     hosting.remove(0)

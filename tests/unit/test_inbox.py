@@ -63,7 +63,7 @@ class Producer:
             return packed((Kind.END.value, None), None)
         if number == self.refusal:
             return packed((Kind.REFUSED.value, ConsumerDroppedError("dropped")), None)
-        wire = to_wire(codec.encode(torch.full((self.nbytes // 8,), number))).fields
+        wire = tuple(to_wire(codec.encode(torch.full((self.nbytes // 8,), number))))
         return packed((Kind.BATCH.value, wire), tcp_line.TcpLine.apart)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +118,7 @@ def test_of_a_wire_only_what_is_read_only_is_copied(copies):
     batch = {"image": torch.arange(LARGE), "label": torch.arange(4), "name": "seven"}
     wire = to_wire(codec.encode(batch))
     writable = bytearray(memoryview(wire.buffers[0]))
-    wire = replace(wire, buffers=[writable, bytes(memoryview(wire.buffers[1]))])
+    wire = wire._replace(buffers=[writable, bytes(memoryview(wire.buffers[1]))])
     assert read_only_bytes(wire) == batch["label"].nbytes
     mine = owned(wire, copies.copy)
     assert read_only_bytes(mine) == 0

@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections import deque
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from rayloader.epoch import ahead
 from rayloader.epoch.ahead import COPIED_AHEAD, AheadThread, Preparation, opened
 from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
-from rayloader.protocol import Result, ResultKind
+from rayloader.protocol import Answer, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import codec
 from rayloader.transport.lanes import SMALL_BYTES, Recycled, read_only_bytes, to_wire
@@ -33,11 +32,11 @@ class Frozen:
         self.__array_interface__ = {**content.__array_interface__, "data": (content.ctypes.data, True)}
 
 
-def result(number: int, nbytes: int = LARGE) -> Result:
+def result(number: int, nbytes: int = LARGE) -> Answer:
     tensor = torch.full((nbytes,), number, dtype=torch.uint8)
     wire = to_wire(codec.encode(tensor))
     frozen = [memoryview(np.asarray(Frozen(np.array(memoryview(buffer))))) for buffer in wire.buffers]
-    return Result(number, ResultKind.BATCH, replace(wire, buffers=frozen), nbytes=nbytes)
+    return Answer(number, ResultKind.BATCH, wire._replace(buffers=frozen), nbytes=nbytes)
 
 
 class Engine:
@@ -74,7 +73,7 @@ class Engine:
         """The thread has prepared what it may."""
         assert self.looked.acquire(timeout=LIMIT_S)
 
-    def deliver(self, *results: Result) -> None:
+    def deliver(self, *results: Answer) -> None:
         with self.lock:
             self.schedule.deliverable.extend(
                 Task(number, None, result=result, nbytes=result.nbytes) for number, result in enumerate(results)

@@ -51,7 +51,7 @@ class FakeInbox:
         self._interrupted("next")
         if number == len(BATCHES):
             return Kind.END, None
-        return Kind.BATCH, to_wire(codec.encode(self.pending[number])).fields
+        return Kind.BATCH, tuple(to_wire(codec.encode(self.pending[number])))
 
     def tell(self, taken):
         self._interrupted("tell")
