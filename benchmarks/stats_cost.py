@@ -25,12 +25,11 @@ from rayloader import DataLoader, shutdown
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.iterator import EpochIterator
 from rayloader.observe.recorder import Tally
-from rayloader.observe.spent import pack
-from rayloader.protocol import Answer
+from rayloader.protocol import Answer, pack_spent
 
 LOOPS = 20_000
 UNANSWERED = [None] * 10
-SPENT = pack(0, 1.0, 0.0, 1e-4, 1e-4, 1e-4)  # of a worker that is never idle
+SPENT = pack_spent(0, 1.0, 0.0, 1e-4, 1e-4, 1e-4)  # of a worker that is never idle
 
 
 def nothing(*_: Any) -> None:
@@ -96,7 +95,7 @@ def in_the_worker() -> float:
     def work() -> None:
         for _ in range(4):
             time.perf_counter()
-        pickle.dumps((*answer, pack(0, 1.1, 2.2, 3.3, 4.4, 5.5)), pickle.HIGHEST_PROTOCOL)
+        pickle.dumps((*answer, pack_spent(0, 1.1, 2.2, 3.3, 4.4, 5.5)), pickle.HIGHEST_PROTOCOL)
 
     return alone(work) - alone(lambda: pickle.dumps((*answer, b""), pickle.HIGHEST_PROTOCOL))
 

@@ -18,8 +18,7 @@ from rayloader.epoch import engine
 from rayloader.epoch.draws import Draws
 from rayloader.epoch.schedule import Schedule
 from rayloader.workers.connection import Mailbox
-from rayloader.workers.fleet import Fleet
-from rayloader.workers.worker import Worker
+from rayloader.workers.fleet import Fleet, Worker
 
 STEPS = {
     "draw": [(Draws, "next")],

@@ -34,10 +34,8 @@ from rayloader.epoch.messages import (
     WorkerReady,
 )
 from rayloader.epoch.schedule import Schedule
-from rayloader.observe.spent import pack
-from rayloader.protocol import Answer, Down, ResultKind, Up, carried
-from rayloader.resume.digest import digest
-from rayloader.resume.drawn import drawn
+from rayloader.protocol import Answer, Down, ResultKind, Up, carried, pack_spent
+from rayloader.resume.digest import digest, drawn
 from rayloader.resume.journal import Journal
 from rayloader.task import Task
 from rayloader.transport import codec
@@ -120,7 +118,7 @@ class Way:
         return lent
 
     def _answer(self, answer: Answer) -> None:
-        answer.spent = pack(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        answer.spent = pack_spent(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._worker.send(pickle.dumps((Up.ANSWER, 0, answer.task_id, answer.fields), pickle.HIGHEST_PROTOCOL))
 
     def _timed(self, step: str, function: Callable[[], Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,6 +137,32 @@ class Answer:
 
 
 _FIELDS = operator.attrgetter(*Answer.__slots__)
+
+
+_PACKED = struct.Struct("=6d")  # NumPy reads many of them as rows of numbers
+pack_spent = _PACKED.pack  # the fields of a `Spent`, in their order
+
+
+class Spent(NamedTuple):
+    """How the time of a task was spent, unpacked. In seconds."""
+
+    worker_id: float  # the worker that built the batch.
+    began: float  # when it began, perf_counter() of its machine.
+    idle: float  # how long its process had nothing to do before that.
+    fetch: float  # in the dataset.
+    collate: float  # in `collate_fn`.
+    # for encoding, and for sending the previous batch: the time to send this one is reported with the next.
+    transfer: float
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Spent:
+        """The inverse of `pack`."""
+        return cls(*_PACKED.unpack(packed))
+
+    @property
+    def build(self) -> float:
+        """The work on the batch."""
+        return self.fetch + self.collate + self.transfer
 
 
 class Served(NamedTuple):

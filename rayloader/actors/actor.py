@@ -28,8 +28,7 @@ from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
 from rayloader.protocol import WorkerAddress
 from rayloader.transport import memory_file
-from rayloader.workers.connection import NONE_YET, Channel, Mailbox, Started
-from rayloader.workers.process import NeverStarts, Process
+from rayloader.workers.connection import NONE_YET, Channel, Mailbox, NeverStarts, Process, Started
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 

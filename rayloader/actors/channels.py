@@ -24,8 +24,16 @@ from rayloader.task import Task
 from rayloader.transport.lanes import Lent, in_message, pack, unpack
 from rayloader.transport.line import Line, LineError, unpacked
 from rayloader.transport.local_line import DriverLine
-from rayloader.workers.connection import NONE_YET, Channel, LineCalls, LineRefused, Mailbox, Message, ProcessLost
-from rayloader.workers.process import NeverStarts
+from rayloader.workers.connection import (
+    NONE_YET,
+    Channel,
+    LineCalls,
+    LineRefused,
+    Mailbox,
+    Message,
+    NeverStarts,
+    ProcessLost,
+)
 
 # After the end of a line, Ray may take this many seconds to say why the process ended. If the process is on another
 # machine that is gone, Ray may say nothing for a quarter of a minute; meanwhile others can do its work.

@@ -40,8 +40,8 @@ from rayloader.interrupts import TICK_S, Bell, DaemonThread, new_lock
 from rayloader.observe.metrics import Metrics
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import ray_use
+from rayloader.workers.connection import NeverStarts
 from rayloader.workers.janitor import Notes, ends_with_program, janitor
-from rayloader.workers.process import NeverStarts
 from rayloader.workers.processes import Verdict
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 from rayloader.errors import RayloaderError
 from rayloader.observe.recorder import Tally
 from rayloader.protocol import carried
-from rayloader.resume.drawn import Drawn, drawn
+from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import is_quiet
 

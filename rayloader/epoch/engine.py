@@ -58,18 +58,15 @@ from rayloader.epoch.schedule import Schedule
 from rayloader.errors import RayloaderError, RaySessionError, SkipLimitError, WorkerDiedError
 from rayloader.interrupts import Changes, change, interrupted
 from rayloader.observe.recorder import Tally
-from rayloader.observe.spent import Spent
 from rayloader.options import Options
-from rayloader.protocol import ENDS, Answer, ResultKind, Up
+from rayloader.protocol import ENDS, Answer, ResultKind, Spent, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import DELIVERED, UNOPENED, Outcome, Task
 from rayloader.transport.lanes import Recycled, leased_bytes, received
-from rayloader.workers.connection import LineRefused, Message, ProcessLost
-from rayloader.workers.fleet import Fleet
-from rayloader.workers.process import Process
-from rayloader.workers.worker import Rebuilding, Worker
+from rayloader.workers.connection import LineRefused, Message, Process, ProcessLost
+from rayloader.workers.fleet import Fleet, Rebuilding, Worker
 
 logger = logging.getLogger("rayloader")
 

@@ -31,8 +31,7 @@ from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, restore_random
-from rayloader.resume.digest import chain, digest, digest_of, of_error
-from rayloader.resume.drawn import drawn
+from rayloader.resume.digest import chain, digest, digest_of, drawn, of_error
 from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming
 from rayloader.resume.saved import move_to

@@ -28,8 +28,7 @@ from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
 from rayloader.host.shard_info import Reader
 from rayloader.host.whole_batches import SELECTS, whole_batch
-from rayloader.observe.spent import pack
-from rayloader.protocol import ENDS, Answer, Replica, ResultKind, Setup, carried
+from rayloader.protocol import ENDS, Answer, Replica, ResultKind, Setup, carried, pack_spent
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
@@ -218,7 +217,7 @@ class HostedWorker:
         """`Answer.spent` of the last task, which ended at `ended` (perf_counter()), after idle and sending seconds."""
         began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
         fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending
-        return pack(self._setup.worker_id, began, idle, fetch, collate, transfer)
+        return pack_spent(self._setup.worker_id, began, idle, fetch, collate, transfer)
 
     def snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
         """A snapshot of the worker, if one is due after these seconds of work."""

@@ -1,9 +1,14 @@
 """Measures a loader while it works, for `DataLoader.stats()`.
 
 Promise: costs about a microsecond per batch, and memory that does not grow. Any thread may read, without a lock: see
-NOTE [logs] in spent.py. Nothing here refers to an iterator, to batches or to actors. How much of the CPUs any
-process uses is read from two small files of the kernel, at the beginning and at the end of an epoch; without these
-files it is unknown.
+NOTE [logs]. Nothing here refers to an iterator, to batches or to actors. How much of the CPUs any process uses is read
+from two small files of the kernel, at the beginning and at the end of an epoch; without these files it is unknown.
+
+NOTE [logs]
+What a worker has sent of a batch is appended to a log, and nothing is computed. NumPy later folds many entries
+together. A log is written by one thread at a time: the one that receives at the moment, under the lock of the epoch.
+Folded data is never changed: the writer puts a new pair of folded data and log in its place, in one assignment. So a
+reader takes the pair, folds a copy of the log for itself, and counts each entry exactly once.
 """
 
 from __future__ import annotations
@@ -12,17 +17,20 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from rayloader.errors import RayloaderError
-from rayloader.observe.spent import Series, Spent, Work, pack
+from rayloader.protocol import Spent, pack_spent
 
 if TYPE_CHECKING:
-    from rayloader.observe.stats import Period
+    from rayloader.observe.stats import Period, Times
     from rayloader.observe.trace import Trace, Tracing
 
 # How many answers are folded together: with fewer, NumPy's calls would cost more than the entries.
@@ -31,6 +39,99 @@ FOLD = 2048
 SLOWEST = 5
 # A batch that takes more than this many times the median is slow.
 SLOW = 4.0
+
+
+# Quantiles are those of so many times, the last ones.
+KEPT = 2048
+
+_Numbers = np.ndarray[Any, np.dtype[Any]]
+
+
+class Series:
+    """How long something took each time. One thread adds, and any may read."""
+
+    __slots__ = ("count", "longest", "recent", "total")
+
+    def __init__(self, count: int = 0, total: float = 0.0, longest: float = 0.0, recent: Iterable[float] = ()) -> None:
+        self.count, self.total, self.longest = count, total, longest
+        self.recent = deque(recent, KEPT)
+
+    def add(self, seconds: float) -> None:
+        """It took so long once more."""
+        self.count += 1
+        self.total += seconds
+        if seconds > self.longest:
+            self.longest = seconds
+        self.recent.append(seconds)
+
+    def merged(self, other: Series) -> Series:
+        """Both together."""
+        longest = max(self.longest, other.longest)
+        return Series(
+            self.count + other.count, self.total + other.total, longest, [*list(self.recent), *list(other.recent)]
+        )
+
+    def times(self) -> Times:
+        """All of it in a few numbers."""
+        from rayloader.observe.stats import Times
+
+        recent = list(self.recent)  # at once, for another thread may be adding
+        if not recent:
+            return Times()
+        median, p95, p99 = np.quantile(recent, [0.5, 0.95, 0.99]).tolist()
+        return Times(self.count, self.total, median, p95, p99, self.longest)
+
+    def above(self, seconds: float) -> tuple[int, float]:
+        """How often it took longer than that, as far as the last times tell, and the mean of these times."""
+        recent = np.array(list(self.recent))
+        slow = recent[recent > seconds]
+        return round(self.count * len(slow) / max(1, len(recent))), float(slow.mean()) if len(slow) else 0.0
+
+
+class Work(NamedTuple):
+    """What the workers did, with a row for each."""
+
+    counts: _Numbers  # batches that they built.
+    longest: _Numbers  # the longest of the times that they took to build one.
+    sums: _Numbers  # seconds of idleness, fetching, collating and transfer.
+    recent: _Numbers  # of the last batches: the worker, and how long it took.
+
+    @classmethod
+    def nothing(cls, num_workers: int) -> Work:
+        """Before the first batch."""
+        return cls(np.zeros(num_workers, int), np.zeros(num_workers), np.zeros((num_workers, 4)), np.zeros((0, 2)))
+
+    def plus(self, log: Sequence[bytes]) -> Work:
+        """Adds what the workers have sent: `Answer.spent` of some batches."""
+        if not log:
+            return self
+        rows = np.frombuffer(b"".join(log)).reshape(len(log), -1)
+        worker_ids, spent = rows[:, 0].astype(np.intp), rows[:, 2:]
+        build, number = spent[:, 1:].sum(axis=1), len(self.longest)
+        longest = self.longest.copy()
+        np.maximum.at(longest, worker_ids, build)
+        sums = [np.bincount(worker_ids, weights=column, minlength=number) for column in spent.T]
+        recent = np.concatenate([self.recent, np.stack([worker_ids, build], axis=1)])[-KEPT:]
+        counts = self.counts + np.bincount(worker_ids, minlength=number)
+        return Work(counts, longest, self.sums + np.stack(sums, axis=1), recent)
+
+    def merged(self, other: Work) -> Work:
+        """The sum of both, for as many workers as the larger of the two has."""
+        number = max(len(self.longest), len(other.longest))
+        mine, theirs = ([_padded(part, number) for part in work[:3]] for work in (self, other))
+        recent = np.concatenate([self.recent, other.recent])[-KEPT:]
+        return Work(mine[0] + theirs[0], np.maximum(mine[1], theirs[1]), mine[2] + theirs[2], recent)
+
+    def of(self, worker_id: int) -> Series:
+        """The times that one of them took to build a batch."""
+        recent = self.recent[self.recent[:, 0] == worker_id, 1].tolist()
+        total = float(self.sums[worker_id, 1:].sum())
+        return Series(int(self.counts[worker_id]), total, float(self.longest[worker_id]), recent)
+
+
+def _padded(part: _Numbers, number: int) -> _Numbers:
+    """Pads with rows of zeros up to this number."""
+    return np.pad(part, [(0, number - len(part)), *[(0, 0)] * (part.ndim - 1)])
 
 
 Slow = tuple[int, int, float, str]  # the fields of a `SlowBatch`
@@ -66,7 +167,7 @@ class Tally:
     Attributes:
         wait: seconds inside `next`.
         step: seconds between two calls of it.
-        answers: the log of the workers' times, to be appended to with each answer: see NOTE [logs] in spent.py.
+        answers: the log of the workers' times, to be appended to with each answer: see NOTE [logs].
         cpu_use: since its first batch.
         slow: seconds; a batch that takes longer is one of the slowest, or is traced.
         trace: the trace in progress, if any.
@@ -158,7 +259,7 @@ class Tally:
         """`spent` without idleness before the first batch: the worker waited for others to start."""
         worker.settled = bool(self.batches)
         whole = Spent.unpack(spent)
-        return pack(*whole._replace(idle=max(0.0, min(whole.idle, perf_counter() - self._began))))
+        return pack_spent(*whole._replace(idle=max(0.0, min(whole.idle, perf_counter() - self._began))))
 
     def note_slow(self, slow: Slow) -> None:
         """A batch that may be one of the slowest."""

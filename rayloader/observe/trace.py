@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
-from rayloader.observe.spent import Spent
+from rayloader.protocol import Spent
 
 TRAINER = 0  # the trainer's lane; worker w has lane 1 + w
 

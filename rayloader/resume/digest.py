@@ -1,25 +1,30 @@
-"""A checksum of a batch, to tell whether a rebuilt batch is the one that was delivered.
+"""Checksums: of the sampler's indices for a task, and of a batch, to tell whether a rebuilt one is what was delivered.
 
-Promise: equal batches have equal digests, in any process. Different ones have different digests unless they differ only
-in parts that are not read: large buffers and long lists are sampled, and of objects that are neither data nor
-containers nor have attributes only the type counts. It never raises, calls no code of the user's, and takes
-microseconds.
+Promise: a sampler may reuse and overwrite what it yields, for instance views of one array; a worker still gets the
+drawn values, whenever and however often it is told. The checksum of indices depends on all values and on nothing else:
+not on data beside them in memory. Equal batches have equal digests, in any process. Different ones have different
+digests unless they differ only in parts that are not read: large buffers and long lists are sampled, and of objects
+that are neither data nor containers nor have attributes only the type counts. A digest never raises, calls no code of
+the user's, and takes microseconds.
 """
 
 from __future__ import annotations
 
+import io
 import struct
 import types
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import torch
+from torch import Tensor
 
 from rayloader._compat import no_torch_function
 from rayloader.protocol import carried
-from rayloader.transport.codec import PLAIN, Encoded, encode
-from rayloader.transport.raw import memory
+from rayloader.transport.codec import PLAIN, Encoded, decode, encode
+from rayloader.transport.raw import copied, memory
 
 _ALL = 2048  # bytes: a buffer up to this size is read completely
 _SAMPLES = 256  # bytes read of a larger one
@@ -28,6 +33,46 @@ _BUDGET = 512  # objects read of a batch
 _DEPTH = 20
 _WHOLE_NUMBER = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
+
+
+class Drawn(NamedTuple):
+    """The indices of a task."""
+
+    encoded: Encoded  # owns its memory
+    checksum: int  # of all the indices of the epoch, up to these
+
+    @property
+    def indices(self) -> Any:
+        """The sampler's object, created again in memory of its own."""
+        return decode(self.encoded.skeleton, [*map(copied, self.encoded.buffers)], self.encoded.carried)
+
+
+def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:
+    """Records the indices that the sampler yielded.
+
+    Args:
+        indices: anything that can be pickled.
+        before: the checksum of the indices drawn before these.
+        carry: as in `codec.encode`.
+    """
+    encoded = encode(indices, carry=carry)
+    if not encoded.buffers:
+        return Drawn(encoded, zlib.crc32(encoded.skeleton, before))
+    encoded = encoded._replace(buffers=[memoryview(bytes(buffer)) for buffer in encoded.buffers])
+    # The skeleton contains a tensor's place in memory, and the buffers contain the data beside it.
+    values = io.BytesIO()
+    _Values(values, protocol=5).dump(indices)
+    return Drawn(encoded, zlib.crc32(values.getbuffer(), before))
+
+
+class _Values(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles tensors by their values."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized and not obj.is_nested:
+            content = obj.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+            return Tensor, (str(obj.dtype), tuple(obj.shape), content.numpy().tobytes())
+        return super().reducer_override(obj)
 
 
 def chain(checksum: int, before: int) -> int:

@@ -18,7 +18,7 @@ from rayloader.errors import StateError
 from rayloader.namespaces import is_a
 from rayloader.random.generator_kinds import KINDS, distinct
 from rayloader.random.random_state import RandomState
-from rayloader.resume.drawn import drawn
+from rayloader.resume.digest import drawn
 from rayloader.resume.samplers import (
     DATA,
     Moment,

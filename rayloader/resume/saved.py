@@ -16,7 +16,7 @@ from typing import Any
 
 from rayloader.errors import StateError
 from rayloader.random.generators import note_modules
-from rayloader.resume.drawn import Drawn, drawn
+from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.journal import Journal, may_be_stale
 from rayloader.resume.position import DrawnAgain, Position
 from rayloader.resume.ranks import iterator_of

@@ -36,7 +36,7 @@ from rayloader.random.packed import checked
 from rayloader.random.packed import pack as pack_random
 from rayloader.random.packed import unpack as unpack_random
 from rayloader.random.random_state import RandomState
-from rayloader.resume.drawn import Drawn
+from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
 from rayloader.resume.samplers import Moment, OwnState, SamplerState, Start

@@ -97,25 +97,6 @@ def tensor_over(view: memoryview, dtype: torch.dtype, size: tuple[int, ...], str
     return tensor
 
 
-def array_tensor_over(view: memoryview, dtype: np.dtype[Any], size: tuple[int, ...]) -> Tensor:
-    """Like `tensor_over`, writable and contiguous, of a type that NumPy has: in a third of the time."""
-    tensor = torch.from_numpy(np.ndarray(size, dtype, view))
-    tensor.untyped_storage().rayloader_memory = view  # type: ignore[attr-defined]
-    return tensor
-
-
-def flat_bytes(buffer: Buffer, nbytes: int, number: int) -> memoryview:
-    """A buffer as flat bytes.
-
-    Raises:
-        ValueError: its size is not `nbytes`; the error calls it `buffer <number>`.
-    """
-    view = memoryview(buffer)
-    if view.nbytes != nbytes:
-        raise ValueError(f"buffer {number} must have {nbytes} bytes, got {view.nbytes}")
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
 def new_memory(nbytes: int) -> memoryview:
     """Writable bytes of their own, uninitialized.
 

@@ -1,10 +1,12 @@
-"""How the processes of one fleet receive their tasks, and how their answers come: over lines, or by Ray calls.
+"""The processes of one fleet, how they receive their tasks, and how their answers come: over lines, or by Ray calls.
 
-Promise: all kinds of `Channel` take the same calls and return the same messages, in the order in which the process sent
-them (see `Up` in protocol.py); a process that will not answer yields `ProcessLost` as its last message. Those to forks
-are in forks.py, those to actors in actors/channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it
-returns when something has come, over a line or from Ray, and lets any exception through that a signal handler raises
-meanwhile. No thread waits inside Ray. Channels are used under the lock of their epoch; any thread may wait.
+Promise: the two kinds of processes, actors and forks, differ in where they come from (processes.py), and in their
+channels; their workers, tasks, batches, snapshots and losses are the same. All kinds of `Channel` take the same calls
+and return the same messages, in the order in which the process sent them (see `Up` in protocol.py); a process that will
+not answer yields `ProcessLost` as its last message. Those to forks are in forks.py, those to actors in
+actors/channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over a
+line or from Ray, and lets any exception through that a signal handler raises meanwhile. No thread waits inside Ray.
+Channels are used under the lock of their epoch; any thread may wait.
 
 NOTE [waiting]
 Python runs signal handlers in the main thread. If that thread waits in `ray.get` or `ray.wait`, Ray calls the handlers
@@ -21,25 +23,73 @@ import functools
 import math
 import operator
 import select
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from rayloader.errors import RayloaderError
 from rayloader.interrupts import Waker
-from rayloader.protocol import Down, Setup
+from rayloader.protocol import Down, Setup, WorkerAddress
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
-from rayloader.transport.lanes import Lent, in_message
+from rayloader.transport.lanes import ArenaLane, Lent, in_message
 from rayloader.transport.line import Line
 from rayloader.transport.memory_file import FileAddress
-from rayloader.workers.process import Process
 
 NONE_YET: Any = object()  # in place of the answer to a Ray call
 Message = Any  # a tuple that begins with an `Up`, ProcessLost or LineRefused
+
+
+class NeverStarts(Exception):
+    """A process that was asked for will not run."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Process:
+    """One process that hosts workers.
+
+    Attributes:
+        kind: what it is, for users.
+    """
+
+    kind: ClassVar[str]
+    created_at: float = field(default_factory=time.monotonic)
+    address: WorkerAddress | None = None
+    started_at: float | None = None  # time.monotonic() when it was seen to run; of a fork, asked for
+    lane: ArenaLane = field(default_factory=ArenaLane)
+    calls: int = 0  # made over a channel
+    lost: bool = False  # given up by the fleet that had it
+    vanished: bool = False  # nobody knows what happened to it: its whole node may be gone
+
+    @property
+    def tells_start(self) -> bool:
+        """Whether a wait can end because it has started; see `Processes.watch_start`."""
+        return False
+
+    def has_started(self) -> bool:
+        """Whether it runs by now; if so, notes where.
+
+        Raises:
+            NeverStarts: it never will.
+        """
+        raise NotImplementedError
+
+    def is_placed(self) -> bool:
+        """Whether it waits only for its imports, not for resources."""
+        return True
+
+    def cause(self, error: Exception | None) -> str:
+        """Why it has ended, in words; `error`: what its channel knows of that."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """The process is gone, or soon will be: gives up what it shares with this one."""
+        self.lane.close()
 
 
 class ProcessLost(Exception):

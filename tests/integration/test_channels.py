@@ -24,14 +24,14 @@ from rayloader import DataLoader
 from rayloader.actors import session
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.protocol import Answer, ResultKind, Up, carried
-from rayloader.resume.drawn import drawn
+from rayloader.resume.digest import drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport.lanes import SMALL_BYTES, Recycled, from_wire, received
 from rayloader.transport.line import LineSocket
 from rayloader.workers.connection import Channel, LineRefused, Mailbox, ProcessLost
-from rayloader.workers.worker import Worker
+from rayloader.workers.fleet import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

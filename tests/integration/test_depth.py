@@ -16,7 +16,7 @@ from rayloader.actors.actors import CALLS_AHEAD
 from rayloader.epoch.engine import Engine
 from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import MemoryFileError
-from rayloader.workers.worker import Worker
+from rayloader.workers.fleet import Worker
 
 # Bytes of a batch that does not fit into a socket's buffer.
 LARGE = 2 << 20

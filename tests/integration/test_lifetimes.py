@@ -21,7 +21,6 @@ import rayloader.actors.pool
 import rayloader.epoch.hosts
 import rayloader.epoch.iterator
 import rayloader.workers.fleet
-import rayloader.workers.worker
 from inside import actors_of, live_actor_pids, lock_of
 from pretended import pretend_accelerator
 from probes import load
@@ -154,7 +153,6 @@ class Interrupt:
             rayloader.actors.actors,
             rayloader.actors.pool,
             rayloader.actors.lifetimes,
-            rayloader.workers.worker,
             rayloader.workers.fleet,
             rayloader.epoch.iterator,
             rayloader.epoch.hosts,

@@ -19,15 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from rayloader.errors import RaySessionError
-from rayloader.observe import spent
-from rayloader.protocol import Answer, ResultKind, Up, WorkerAddress
+from rayloader.protocol import Answer, ResultKind, Up, WorkerAddress, pack_spent
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport import codec
 from rayloader.transport.lanes import to_wire
 from rayloader.workers.connection import LineRefused, ProcessLost
-from rayloader.workers.worker import Worker
+from rayloader.workers.fleet import Worker
 
 # Waits in a row in which nothing can happen: after so many the test fails, instead of hanging.
 STANDSTILL = 500
@@ -269,7 +268,7 @@ class Process:
         if ended or (answer.kind == ResultKind.BATCH and hosted.tasks % self.fleet.snapshot_every == 0):
             answer.state = tuple(hosted.state._replace(exhausted=ended))
         answer.seconds = self.fleet.seconds
-        answer.spent = spent.pack(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0)
+        answer.spent = pack_spent(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0)
         answer.replay = hosted.rebuilt, hosted.to_rebuild
         return replace(answer, **self.fleet.news)
 

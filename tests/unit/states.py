@@ -4,7 +4,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader import DataLoader
-from rayloader.resume.drawn import Drawn
+from rayloader.resume.digest import Drawn
 from rayloader.resume.snapshot import WorkerState
 from rayloader.resume.state import SavedWorker, State, WorkerStart, text_of_tasks
 from rayloader.task import Task

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.resume.drawn import drawn
+from rayloader.resume.digest import drawn
 
 
 @dataclass

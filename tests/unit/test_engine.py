@@ -39,7 +39,7 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
 from rayloader.task import TaskState
-from rayloader.workers import worker as worker_module
+from rayloader.workers import fleet as fleet_module
 
 MB = 1 << 20
 PREFETCH_FACTOR = 2
@@ -265,7 +265,7 @@ def begin(monkeypatch):
     def make(*args: Any, **options: Any) -> Epoch:
         epoch = Epoch(*args, **options)
         made.append(epoch)
-        for module in (engine_module, worker_module):
+        for module in (engine_module, fleet_module):
             monkeypatch.setattr(module, "time", epoch.fleet.clock)
         return epoch
 
@@ -1045,7 +1045,7 @@ def test_where_there_was_no_other_process_to_be_had_there_may_be_one_later(begin
             epoch.take_all()
     monkeypatch.undo()
     monkeypatch.setattr(engine_module, "time", epoch.fleet.clock)
-    monkeypatch.setattr(worker_module, "time", epoch.fleet.clock)
+    monkeypatch.setattr(fleet_module, "time", epoch.fleet.clock)
     assert epoch.take_all() == expected(12, 1)
 
 

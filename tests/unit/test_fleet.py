@@ -18,11 +18,9 @@ from rayloader.epoch import hosts
 from rayloader.errors import own_notes
 from rayloader.protocol import Replica
 from rayloader.resume.journal import Journal
-from rayloader.workers.connection import NONE_YET, Channel, ProcessLost
-from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet
-from rayloader.workers.process import NeverStarts
+from rayloader.workers.connection import NONE_YET, Channel, NeverStarts, ProcessLost
+from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet, Worker
 from rayloader.workers.processes import Verdict
-from rayloader.workers.worker import Worker
 
 
 class Address:

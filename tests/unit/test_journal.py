@@ -3,7 +3,7 @@
 import pytest
 
 from rayloader.random.random_state import RandomState
-from rayloader.resume.drawn import Drawn
+from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task

@@ -13,7 +13,7 @@ import pytest
 from rayloader.observe import metrics
 from rayloader.observe.metrics import COUNTERS, GAUGES, INTERVAL_S, Metrics
 from rayloader.observe.recorder import Recorder
-from rayloader.observe.spent import pack
+from rayloader.protocol import pack_spent
 
 
 class Told:
@@ -79,7 +79,7 @@ def on(told):
 def give(tally, batches):
     for batch in range(batches):
         worker = tally.workers[batch % 2]
-        tally.answers.append(tally.settle(worker, pack(batch % 2, 0.0, 0.0, 0.25, 0.25, 0.0)))
+        tally.answers.append(tally.settle(worker, pack_spent(batch % 2, 0.0, 0.0, 0.25, 0.25, 0.0)))
         tally.gave(0.0, batch, 4, 100)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from rayloader import DataLoader, SkipLimitError, StateError
 from rayloader.random.random_state import RandomState
-from rayloader.resume.drawn import Drawn, drawn
+from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
 from rayloader.resume.saved import move_to, place_of

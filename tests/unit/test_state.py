@@ -10,7 +10,7 @@ import torch
 
 from rayloader import StateError
 from rayloader.random.random_state import RandomState
-from rayloader.resume.drawn import Drawn
+from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
 from rayloader.resume.snapshot import WorkerState

@@ -19,9 +19,9 @@ import torch
 from rayloader import DataLoader, LoaderStats
 from rayloader.epoch.local import _nbytes
 from rayloader.observe import recorder
-from rayloader.observe.recorder import FOLD, SLOWEST, Recorder, Tally
-from rayloader.observe.spent import KEPT, Series, Work, pack
+from rayloader.observe.recorder import FOLD, KEPT, SLOWEST, Recorder, Series, Tally, Work
 from rayloader.observe.stats import ENOUGH_BATCHES, Period, SlowBatch, Times, WorkerStats, verdict
+from rayloader.protocol import pack_spent
 
 
 @pytest.fixture
@@ -73,8 +73,12 @@ def test_what_took_longer_is_counted():
 
 def test_what_workers_did_adds_up_for_each_of_them():
     first, second = Work.nothing(2), Work.nothing(3)
-    log = [pack(0, 5.0, 1.0, 0.1, 0.2, 0.3), pack(1, 5.0, 0.0, 0.4, 0.0, 0.0), pack(0, 6.0, 2.0, 0.1, 0.0, 0.0)]
-    whole = first.plus(log).merged(second.plus([pack(2, 0.0, 0.0, 1.0, 0.0, 0.0)]))
+    log = [
+        pack_spent(0, 5.0, 1.0, 0.1, 0.2, 0.3),
+        pack_spent(1, 5.0, 0.0, 0.4, 0.0, 0.0),
+        pack_spent(0, 6.0, 2.0, 0.1, 0.0, 0.0),
+    ]
+    whole = first.plus(log).merged(second.plus([pack_spent(2, 0.0, 0.0, 1.0, 0.0, 0.0)]))
     assert whole.sums.round(6).tolist() == [[3.0, 0.2, 0.2, 0.3], [0.0, 0.4, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     assert [whole.of(worker).times().count for worker in range(3)] == [2, 1, 1]
     assert [round(whole.of(worker).longest, 6) for worker in range(3)] == [0.6, 0.4, 1.0]
@@ -119,7 +123,7 @@ def test_what_a_next_that_raises_took_is_neither(clock):
 
 
 def answered(tally, worker_id, *, idle=0.0, fetch=1.0, collate=0.0, transfer=0.0):
-    spent, worker = pack(worker_id, 0.0, idle, fetch, collate, transfer), tally.workers[worker_id]
+    spent, worker = pack_spent(worker_id, 0.0, idle, fetch, collate, transfer), tally.workers[worker_id]
     tally.answers.append(spent if worker.settled else tally.settle(worker, spent))
     if len(tally.answers) >= tally.fold_at:
         tally.fold_answers()

@@ -11,8 +11,8 @@ import torch
 
 import programs
 from rayloader import DataLoader, RayloaderError
-from rayloader.observe.spent import Spent
 from rayloader.observe.trace import Trace
+from rayloader.protocol import Spent
 
 
 def slices(events, lane):
