@@ -203,7 +203,7 @@ class Actors(Processes):
 
     @property
     @override
-    def drains(self) -> bool:
+    def drains(self) -> bool:  # type: ignore[override]
         return bool(self._pool.draining)
 
     @override

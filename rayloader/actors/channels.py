@@ -298,6 +298,7 @@ class TcpCalls(ActorLine):
         new_buffer: returns writable memory for received data.
     """
 
+    lends = False
     _cause_patience = REMOTE_CAUSE_PATIENCE_S
 
     def __init__(self, process: Actor, mailbox: Mailbox, host: str, new_buffer: Callable[[int], memoryview]) -> None:
@@ -307,10 +308,6 @@ class TcpCalls(ActorLine):
     @override
     def _new_line(self) -> TcpDriverLine:
         return TcpDriverLine(self._host, self._new_buffer)
-
-    @override
-    def _lend(self) -> tuple[None, None]:
-        return None, None
 
     @property
     @override

@@ -69,8 +69,8 @@ class Draws:
         """Whether the next draw is due, or may be made early."""
         return self._ahead is None or self._ahead.may_draw
 
-    def next(self) -> Drawn:
-        """The next indices. Raises what the sampler raises; StopIteration at its end."""
+    def next(self) -> Drawn | None:
+        """The next indices, None if the user has that batch. Raises the sampler's errors; StopIteration at its end."""
         began = time.perf_counter()
         try:
             if self.count >= self._position.skips.end:
@@ -83,8 +83,8 @@ class Draws:
         result = drawn(indices, self._checksum, carried())
         self._checksum = result.checksum
         self.count += 1
-        self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)
-        return result
+        had = self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)
+        return None if had else result
 
     def reach(self, torch_draws: int) -> None:
         """Checks draws that were made early, at the moment at which torch's loader would have made them.

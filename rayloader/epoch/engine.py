@@ -338,18 +338,15 @@ class Engine:
 
     # ---- events and commands
 
-    @change
-    def handle(self, event: Event) -> None:
-        """Reports an event to the schedule, and carries out its commands."""
-        self._handle(event)
-
     def _handle(self, event: Event) -> None:
-        """Does the work of `handle`, as a part of a change."""
+        """Reports an event to the schedule, and carries out its commands, as a part of a change."""
         for command in self.schedule.handle(event):
             if (carry_out := _CARRY_OUT[type(command)]) is not None:
                 carry_out(self, command)
         if self._ahead is not None:
             self._ahead.ring()
+
+    handle = change(_handle)  # a change of its own
 
     def _submit(self, submit: Submit) -> None:
         task = submit.task
@@ -404,9 +401,8 @@ class Engine:
                 self._drawing = False
                 raise
             else:
-                skip = self._position.has(self._draws.count - 1)
-                self.handle(IndicesSkipped() if skip else IndicesDrawn(indices))
-                if skip:  # torch's loader would have drawn another one
+                self.handle(IndicesSkipped() if indices is None else IndicesDrawn(indices))
+                if indices is None:  # torch's loader would have drawn another one
                     self._reach()
                 if self._draws.count == self.schedule.torch_draws:  # workers begin while what comes later is drawn
                     self.flush()

@@ -143,8 +143,8 @@ class Position:
             self.starts = (self.starts[0]._replace(drawing=self.samplers.capture()),)
         self.sampler_begins(iterator)
 
-    def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> None:
-        """The sampler has given the indices of this task."""
+    def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> bool:
+        """The sampler has given the indices of this task; returns whether the user already has its batch."""
         self._draws = max(self._draws, task_id + 1)
         self._checksums[task_id] = checksum
         known = task_id in self._ahead
@@ -156,6 +156,7 @@ class Position:
         if task_id == 0 and self.stateful and len(self.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
             self.starts += (Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum),)
+        return known or skipped
 
     def sampler_ended(self, total: int) -> None:
         """The sampler has yielded the indices of `total` tasks, and has no more."""

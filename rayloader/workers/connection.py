@@ -216,17 +216,11 @@ class LineCalls(Channel):
     """Calls over a line; batches travel in the process's arena."""
 
     arena: FileAddress | None = None  # that the process was told over the line
+    lends = True  # whether the process can open an arena
 
     @abstractmethod
     def _send(self, message: Any, *, carries: bool = False) -> None:
         """Keeps a message until `flush`; `carries`: it holds references to Ray's objects."""
-
-    def _lend(self) -> tuple[Lent | None, tuple[Any, ...] | None]:
-        """Room for the batch of the next message, and what is to be sent of it."""
-        lent, news = self.process.lane.lend(self.arena)
-        if lent is not None:
-            self.arena = lent.arena.address
-        return lent, news
 
     @property
     @override
@@ -237,7 +231,9 @@ class LineCalls(Channel):
     def run(self, worker_id: int, task: Task) -> Lent | None:
         process, indices = self.process, in_message(task.indices.encoded)
         process.calls += 1
-        lent, news = self._lend()
+        lent, news = process.lane.lend(self.arena) if self.lends else (None, None)
+        if lent is not None:
+            self.arena = lent.arena.address
         self._send((Down.RUN, worker_id, process.calls, task.task_id, indices, news), carries=bool(indices[2]))
         return lent
 

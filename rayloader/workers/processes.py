@@ -32,9 +32,10 @@ class Processes(ABC):
         most_unanswered: how many tasks of one worker may be unanswered, beyond those that torch's would have.
         leased_bytes: bytes of memory outside arenas in which batches lie.
         all_are_near: all processes are known to run on this machine, before they have reported where.
+        drains: whether some node will leave.
     """
 
-    uses_store = copies = False
+    uses_store = copies = drains = False
     most_unanswered: float = float("inf")
     leased_bytes = 0
     all_are_near = True
@@ -85,11 +86,6 @@ class Processes(ABC):
 
     def is_draining(self, process: Any) -> bool:
         """Whether the process is on a node that will leave."""
-        return False
-
-    @property
-    def drains(self) -> bool:
-        """Whether some node will leave."""
         return False
 
     def is_late(self, process: Any, coming: list[Any]) -> bool:
