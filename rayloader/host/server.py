@@ -31,7 +31,7 @@ from rayloader.protocol import Answer, Down, Replica, ResultKind, Served, Setup,
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.arena import ArenaWriter
-from rayloader.transport.lanes import Wire, WorkerLane, unpack
+from rayloader.transport.lanes import WorkerLane, unpack
 from rayloader.transport.line import Line, LineSocket, packed
 from rayloader.transport.pickler import note_fork
 
@@ -167,9 +167,8 @@ class Hosting:
         """The answer to a call that began at that time, with the news of worker and lane."""
         self._answered = ended = time.perf_counter()
         answer.seconds = ended - began
-        answer.replay, answer.state = worker.progress, worker.snapshot_if_due(answer.seconds)
         answer.full, answer.no_arena = self._lane.take_full(), self._lane.error
-        answer.spent = worker.spent(ended, self._idle, self._sending)
+        worker.complete(answer, ended, self._idle, self._sending)
         self._idle = self._sending = 0.0
         return answer
 
@@ -213,7 +212,7 @@ class Hosting:
             answer = self._do(kind, worker_id, call, *arguments)
             if answer is None:
                 continue
-            if answer.wire is not None and Wire(*answer.wire).carried:  # references to Ray's objects
+            if answer.wire is not None and answer.wire[2]:  # it carries references to Ray's objects
                 line.drain()  # older answers come first
                 self.is_free()
                 return Served(answer=(worker_id, call, answer.fields))

@@ -208,18 +208,18 @@ class HostedWorker:
         """Why it cannot build anything, in the text of an error; an empty text if it can."""
         return "" if self._failure is None else self._failure.text
 
-    @property
-    def progress(self) -> tuple[int, int]:
-        """How many batches were rebuilt, and how many must be."""
-        return self._replayed, self._to_replay
+    def complete(self, answer: Answer, ended: float, idle: float, sending: float) -> None:
+        """Adds the news of this worker to an answer that was ready at `ended` (perf_counter()).
 
-    def spent(self, ended: float, idle: float, sending: float) -> bytes:
-        """`Answer.spent` of the last task, which ended at `ended` (perf_counter()), after idle and sending seconds."""
+        `idle` and `sending` are the seconds before its task that the process did nothing, and sent the last answer.
+        """
+        answer.replay = self._replayed, self._to_replay
+        answer.state = self._snapshot_if_due(answer.seconds)
         began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
         fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending
-        return pack_spent(self._setup.worker_id, began, idle, fetch, collate, transfer)
+        answer.spent = pack_spent(self._setup.worker_id, began, idle, fetch, collate, transfer)
 
-    def snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
+    def _snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
         """A snapshot of the worker, if one is due after these seconds of work."""
         self._recorder.worked(seconds)
         if self._goal is not None or self._unrestored:
@@ -393,7 +393,7 @@ class HostedWorker:
                 unpicklable.note_batch(error, batch, _encode)
                 raise
             checksum = digest(batch, encoded)
-            wire, nbytes = to_wire(encoded, arena), sum(buffer.nbytes for buffer in encoded.buffers)
+            wire, nbytes = to_wire(encoded, arena), sum([buffer.nbytes for buffer in encoded.buffers])
             if arena is not None:
                 del batch, encoded, fresh  # the last references to the batch, unless user code has some
                 wire = sealed(wire, arena)
