@@ -203,11 +203,6 @@ class HostedWorker:
                 self._recorder.loaded = None
             self._recorder.restore(loaded.random)
 
-    @property
-    def failure(self) -> str:
-        """Why it cannot build anything, in the text of an error; an empty text if it can."""
-        return "" if self._failure is None else self._failure.text
-
     def complete(self, answer: Answer, ended: float, idle: float, sending: float) -> None:
         """Adds the news of this worker to an answer that was ready at `ended` (perf_counter()).
 
