@@ -579,15 +579,14 @@ class Schedule:
                 f"{', '.join(past.__name__ for past in task.steps) or 'nothing'}; {self._history()}"
             ) from None
         task.steps.append(step)
-        if task.worker_id != ANY_WORKER:
-            worker, allowance = self._workers[task.worker_id], self._workers[task.worker_id].allowance
-            if allowance is not None and state is READY:
-                allowance.answered(task.nbytes)
-            if state is GONE:
+        worker = None if task.worker_id == ANY_WORKER else self._workers[task.worker_id]
+        if state is READY and worker is not None and worker.allowance is not None:
+            worker.allowance.answered(task.nbytes)
+        elif state is GONE:
+            if worker is not None:
                 worker.held -= 1
-                if allowance is not None and before in (READY, DELIVERED):
-                    allowance.gone(task.nbytes)
-        if state is GONE:
+                if worker.allowance is not None and before in (READY, DELIVERED):
+                    worker.allowance.gone(task.nbytes)
             task.result = None
             del self._tasks[task.task_id]
         self.early += (state is READY) - (before is READY)
