@@ -26,7 +26,7 @@ from rayloader.resume.ranks import Stage, in_batches, order_of, share
 from rayloader.resume.samplers import Samplers, Start, ranks_in
 from rayloader.resume.saved import Checksums, kept_of, place_of
 from rayloader.resume.skips import SkipSteps
-from rayloader.resume.snapshot import WorkerState, load_state, told_by
+from rayloader.resume.snapshot import WorkerState, has_state, load_state, told_by
 from rayloader.resume.state import (
     VERSIONS,
     EpochBegin,
@@ -179,7 +179,7 @@ def goes_on(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPl
         return None, num_workers
     if state.num_workers == num_workers:
         return place, num_workers
-    if fits_any_workers(state):
+    if _fits_any_workers(loader, state):
         new = fresh_worker(place)
         next_worker = place.next_task % max(1, num_workers)
         return place._replace(workers=(new,) * num_workers, next_worker=next_worker), num_workers
@@ -204,6 +204,11 @@ def fits_any_workers(state: State) -> bool:
     return state.fits.seeding == "batch" and state.fits.dataset_kind == "map" and not remembers
 
 
+def _fits_any_workers(loader: Any, state: State) -> bool:
+    """The same for this loader: before their first batches workers have not told yet what their dataset holds."""
+    return fits_any_workers(state) and not has_state(loader.dataset) and not search({"dataset": loader.dataset})
+
+
 def fits_any_ranks(state: State) -> bool:
     """Whether the list of all ranks' states can be continued by another number of ranks.
 
@@ -220,7 +225,7 @@ def _check_workers(loader: Any, state: State, num_workers: int) -> None:
 
     Without workers the samples draw from the program's own generators.
     """
-    if bool(state.num_workers) == bool(num_workers) or fits_any_workers(state):
+    if bool(state.num_workers) == bool(num_workers) or _fits_any_workers(loader, state):
         return
     what = f"the state is of a loader with num_workers={state.num_workers}, this one has {num_workers}"
     remedy = "create the loader with workers, or without, like the one that was saved"

@@ -81,6 +81,11 @@ class Noise(Sized):
         return [index, *noise()]
 
 
+def without_worker_info(case):
+    """The arguments of a case whose samples are of `Noise`."""
+    return {**case(), "dataset": Noise()}
+
+
 class OwnGenerators(Sized):
     """Draws from generators of its own, of every kind."""
 

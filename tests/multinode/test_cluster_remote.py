@@ -165,16 +165,6 @@ def test_samples_that_a_worker_computes_with_ray_tasks():
 
 
 @pytest.mark.full
-def test_a_worker_of_another_node_has_torch_settings_of_the_driver():
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.no_grad():
-            assert values(lambda _: (torch.tensor([1.5]).dtype, torch.is_grad_enabled())) == [(torch.float64, False)]
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.full
 def test_an_abandoned_epoch_leaves_the_actors_of_another_node_warm(nodes):
     loader = DataLoader(Calls(lambda _: origin(), 8), None, num_workers=2, collate_fn=as_is, ray_remote_args=AWAY)
     whole = list(loader)
