@@ -15,6 +15,7 @@ import torch
 from rayloader.epoch import ahead
 from rayloader.epoch.ahead import COPIED_AHEAD, AheadThread, Preparation, opened
 from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
+from rayloader.observe.recorder import Tally
 from rayloader.protocol import Answer, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import codec
@@ -52,7 +53,7 @@ class Engine:
         self.rung = threading.Event()
         self.comes = False  # something, at the next wait
         self.copies = Recycled()
-        self.preparation = Preparation(self, PinOrMove(pin, ahead=PINNED_AHEAD), self.copies)
+        self.preparation = Preparation(self, PinOrMove(pin, ahead=PINNED_AHEAD), self.copies, Tally())
         self.thread = AheadThread(self.preparation.work, None)
 
     # ---- for the preparation
