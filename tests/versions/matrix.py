@@ -4,8 +4,9 @@
 
 For each combination an environment is made in the folder, once, and used again. A Python that this machine lacks comes
 from Debian's sid: as root, a system is unpacked in the folder with debootstrap, and entered with chroot, in a namespace
-of its own for what is mounted there. The first run takes long and much room: torch brings its CUDA packages, some 6 GB for each environment. What was run, with the
-counts, is noted in the folder; the table in the README shows the last result of each part, and only what was run.
+of its own for what is mounted there. The first run takes long and much room: torch brings its CUDA packages, some 6 GB
+for each environment. What was run, with the counts, is noted in the folder; the table in the README shows the last
+result of each part, and only what was run.
 """
 
 import argparse
@@ -147,7 +148,8 @@ def main() -> int:
     notes = given.folder / "results.json"
     failed = False
     for name in given.only:
-        environment = Environment(given.folder.resolve() / name.replace(", ", "-").replace(" ", "-"), *COMBINATIONS[name])
+        folder = given.folder.resolve() / name.replace(", ", "-").replace(" ", "-")
+        environment = Environment(folder, *COMBINATIONS[name])
         environment.make()
         python = f"{environment.venv}/bin/python"
         told = environment.run(python, "-c", TELL, quiet=True).stdout.split("\n")[-2]

@@ -22,17 +22,17 @@ HANG_LIMIT = 600  # seconds; on expiry subprocess.run kills the program and rais
 def passes(code: str, way: str | None) -> bool:
     """Whether a program ends as it should."""
     first = "" if way is None else f"import taken_away; taken_away.take_away({way!r})"
-    refused = way is not None and "rayloader.init(" in code
+    refusal = "ValueError: rayloader.init() needs" if way is not None and "rayloader.init(" in code else None
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")
         program.write_text(first + code)  # the code begins with empty lines
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         command = [sys.executable, str(program)]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT)
-    if (done.returncode != 0) == refused == ("ValueError: rayloader.init() needs rayloader's own workers" in done.stderr):
-        return True
-    print(done.stdout, done.stderr, sep="\n")
-    return False
+    passed = done.returncode == 0 if refusal is None else refusal in done.stderr
+    if not passed:
+        print(done.stdout, done.stderr, sep="\n")
+    return passed
 
 
 if __name__ == "__main__":
