@@ -4,8 +4,8 @@ Motive: from Python 3.14 on torch's loader starts its workers by "forkserver": e
 and gets a copy of the dataset. rayloader's remain forks.
 Method: each round gives each loader a new process, in an order that changes. The program makes 400 MB in one array,
 which is not counted, and reads it twice with two workers; a sample is the sum of a row. The clock runs over `iter()`
-and one `next()`. The memory is measured when nine tenths of the second epoch are read: what is a process's own (USS), and
-that with its share of what it has in common with others (PSS). Medians over workers and rounds.
+and one `next()`. The memory is measured when nine tenths of the second epoch are read: what is a process's own (USS),
+and that with its share of what it has in common with others (PSS). Medians over workers and rounds.
 Command: python benchmarks/start_methods.py [rounds, 3 by default]
 """
 
