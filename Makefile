@@ -1,4 +1,4 @@
-# `make` lists the targets. `make demo` and `make test` need Python >= 3.10, pip and make, and nothing else:
+# `make` lists the targets. `make demo` and `make test` need Python >= 3.11, pip and make, and nothing else:
 # they build .venv on first use, and again when pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
@@ -87,9 +87,9 @@ $(PARTS): $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null || { \
-		echo "no $(PYTHON) here: install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "Python must be 3.10 or newer, $(PYTHON) is $$("$(PYTHON)" -V 2>&1);" \
+		echo "no $(PYTHON) here: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python must be 3.11 or newer, $(PYTHON) is $$("$(PYTHON)" -V 2>&1);" \
 			"name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "$(PYTHON) can't build virtual environments: install its venv package" \

@@ -99,18 +99,14 @@ def make_for(name: str, case: Case, dataset: Any, batches: int, workers: int, **
     return MAKERS[name](Job(case, dataset, batches, workers, extra))
 
 
-def _torch(job: Job) -> Iterable[Any]:
-    return DataLoader(**job.arguments)
-
-
-def _torch_spawn(job: Job) -> Iterable[Any]:
-    return DataLoader(**job.arguments, multiprocessing_context="spawn")
+def _torch(job: Job, start: str = "fork") -> Iterable[Any]:
+    return DataLoader(**job.arguments, multiprocessing_context=start if job.workers else None)
 
 
 def _torchdata(job: Job) -> Iterable[Any]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(**job.arguments)
+    return StatefulDataLoader(**job.arguments, multiprocessing_context="fork" if job.workers else None)
 
 
 def _rayloader(job: Job, workers: str = "ray") -> Iterable[Any]:
@@ -278,7 +274,7 @@ def _fetcher(job: Job, collate_fn: Callable[[list[Any]], Any]) -> Any:
 
 MAKERS: dict[str, Callable[[Job], Any]] = {
     "torch": _torch,
-    "torch-spawn": _torch_spawn,
+    "torch-spawn": functools.partial(_torch, start="spawn"),
     "torchdata": _torchdata,
     "spdl": _spdl,
     "spdl-threads": _spdl_threads,

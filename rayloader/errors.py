@@ -102,7 +102,7 @@ class ReplicaMemoryError(ReplicaError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an exception, on Python 3.10 too (where tracebacks do not show it, but `__notes__` holds it).
+    """Adds a note to an exception.
 
     It comes before those of `pickle`, which on Python 3.14 name the way to what can't be pickled, a line for each step.
     """

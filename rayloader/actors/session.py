@@ -71,6 +71,8 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_kill_child_processes_on_worker_exit": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_port_wait_time_s": "300",
+    # Of 60. Ray kills a worker that is late, and if that is one of the first, `ray.init()` never returns.
+    "RAY_worker_register_timeout_seconds": "300",
 }
 
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.

@@ -206,7 +206,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         loader = loader if self._adopted is None else self._adopted
         if not first_iter:  # the program may have set another one, or another may be the current one
             self._target = target_of(loader.device)
-        pins_for = self._pin_memory_device if self._pin_memory else None
+        pins_for = (self._pin_memory_device or "cuda") if self._pin_memory else None  # torch 2.6 names no CUDA
         self._delivery = _delivery_of(self._target, self._options.prefetch_to_device, pins_for)
         plan = self._end_epoch(first_iter)
         try:

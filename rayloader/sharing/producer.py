@@ -344,7 +344,7 @@ class Producer:
             return
         try:
             await asyncio.wait_for(self._until_freed(self._ledger.lowest), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             for rank in self._ledger.held_up_by():
                 self._ledger.leave(rank, why := f"the others had waited for it for {timeout:g} s")
                 logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._terms.name, why)

@@ -4,7 +4,6 @@ Imported by the reference process, by pytest and by the worker processes. No glo
 dataset adds at random comes from the generators that a worker is seeded with, or from its own.
 """
 
-import builtins
 import decimal
 import errno
 import json
@@ -560,9 +559,8 @@ LIBRARY = [
     lambda: StopAsyncIteration("enough"),
     lambda: torch.OutOfMemoryError("too much"),
     lambda: UserWarning("beware"),
+    lambda: ExceptionGroup("several", [ValueError(1), KeyError(2)]),
 ]
-if sys.version_info >= (3, 11):
-    LIBRARY.append(lambda: builtins.ExceptionGroup("several", [ValueError(1), KeyError(2)]))
 
 
 class Odd(Dataset):

@@ -5,6 +5,7 @@ python datasets_cases.py OUT NAME...   write to OUT, as JSON, what torch's loade
 
 import itertools
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -128,6 +129,7 @@ def two_epochs(loader_class, name):
 
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
     found = {name: two_epochs(DataLoader, name) for name in sys.argv[2:]}
     assert "ray" not in sys.modules, "torch's side must not have Ray in it"
     Path(sys.argv[1]).write_text(json.dumps(found))

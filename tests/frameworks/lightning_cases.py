@@ -4,6 +4,7 @@ python lightning_cases.py OUT   write to OUT, as JSON, what it makes of torch's
 """
 
 import json
+import multiprocessing
 import sys
 import warnings
 from pathlib import Path
@@ -144,6 +145,7 @@ def run(loader_class, case, **own):
 
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
     warnings.simplefilter("ignore")
     found = {case: run(DataLoader, case) for case in CASES}
     assert "ray" not in sys.modules, "torch's side must not have Ray in it"

@@ -258,5 +258,6 @@ def run(name):
 
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
     warnings.simplefilter("ignore")
     Path(sys.argv[1]).write_text(json.dumps({name: run(name) for name in sys.argv[2:]}))

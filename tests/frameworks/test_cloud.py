@@ -89,7 +89,7 @@ def test_a_uri_is_read_and_an_epoch_continued(cloud, workers):
     state = loader.state_dict()
     rest = numbers(iterator)
     assert sorted(itertools.chain(*head, *rest)) == list(range(ROWS))
-    assert head + rest == numbers(TorchDataLoader(stream(), 16, num_workers=2))
+    assert head + rest == numbers(TorchDataLoader(stream(), 16, num_workers=2, multiprocessing_context="fork"))
     resumed = DataLoader(stream(), 16, **options)
     resumed.load_state_dict(state)
     assert numbers(resumed) == rest

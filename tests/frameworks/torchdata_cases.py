@@ -5,6 +5,7 @@ python torchdata_cases.py OUT NAME...   write to OUT, as JSON, what torchdata's 
 
 import json
 import logging
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -233,6 +234,7 @@ def run(loader_class, name, **options):
 
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     logging.disable()  # it tells of each stream that it reads again

@@ -19,6 +19,7 @@ from probes import oversubscribed
 from rayloader import ArrowDataset, ParquetStream, StateError
 
 TorchDataLoader = torch.utils.data.DataLoader
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}  # torch's own, which ours are compared with
 
 pytestmark = [
     pytest.mark.usefixtures("ray_session"),
@@ -121,8 +122,7 @@ def test_batches_are_those_of_torchs_loader_to_the_bit(dataset, workers, table):
 
     expected = load(TorchDataLoader)
     assert sorted(np.frombuffer(expected[0]["i"][2], np.int64).tolist()) != list(range(24))
-    workers_of_torch = {} if workers is None else {"num_workers": 2}
-    assert load(TorchDataLoader, **workers_of_torch) == expected
+    assert load(TorchDataLoader, **({} if workers is None else FORKED)) == expected
     ours_too = {} if workers is None else {"num_workers": 2, "workers": workers}
     assert load(rayloader.DataLoader, **ours_too) == expected
     (whole,) = taken(TorchDataLoader(dataset, batch_size=ROWS))
@@ -228,10 +228,9 @@ def test_streams_are_those_of_torchs_loader_to_the_bit(folder, arguments, worker
         stream = ParquetStream(folder, decode={"image": first_pixel}, **arguments)
         return kind(stream, batch_size=sized(stream), **options)
 
-    count = 0 if workers is None else 2
-    expected = list(load(TorchDataLoader, num_workers=count))
+    expected = list(load(TorchDataLoader, **({} if workers is None else FORKED)))
     assert sorted(numbers(expected)) == list(range(ROWS))
-    options = {} if workers is None else {"num_workers": count, "workers": workers}
+    options = {} if workers is None else {"num_workers": 2, "workers": workers}
     assert taken(load(rayloader.DataLoader, **options)) == taken(expected)
 
 
@@ -248,7 +247,7 @@ def test_each_epoch_has_another_order_that_is_the_same_everywhere(folder, worker
     assert all(sorted(order) == list(range(ROWS)) for order in epochs)
     stream = ParquetStream(folder, shuffle_buffer=30)
     stream.set_epoch(2)
-    assert numbers(TorchDataLoader(stream, 16, num_workers=0 if workers is None else 2)) == epochs[2]
+    assert numbers(TorchDataLoader(stream, 16, **({} if workers is None else FORKED))) == epochs[2]
 
 
 @pytest.mark.parametrize(("workers", "arguments"), by_turns(KINDS, STREAMS))
@@ -339,7 +338,7 @@ def test_ranks_and_workers_divide_the_row_groups(folder, workers):
 def test_a_worker_of_torchs_loader_that_does_not_know_its_rank_is_an_error(folder, monkeypatch):
     monkeypatch.setattr("rayloader.data.parquet.trains_in_a_group", lambda: True)
     with pytest.raises(rayloader.RayloaderError, match="does not know the rank of a worker of torch's own DataLoader"):
-        list(TorchDataLoader(ParquetStream(folder), 4, num_workers=1))
+        list(TorchDataLoader(ParquetStream(folder), 4, **FORKED))
 
 
 @pytest.fixture

@@ -198,7 +198,6 @@ def test_a_batch_that_cannot_be_pickled():
     assert "batch 1 from worker 0" in note_of(error)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks have no notes")
 def test_the_part_of_a_batch_that_cannot_be_sent_is_named_with_the_remedy():
     dataset = Calls(lambda index: {"deep": [1, {"lock": threading.Lock()}]})
     error = outcomes(iter(DataLoader(dataset, 2, num_workers=1, collate_fn=as_is)))[0]

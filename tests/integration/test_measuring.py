@@ -270,7 +270,7 @@ def test_without_workers_the_trainer_is_told_to_have_some():
 def test_torchs_profiler_shows_a_range_for_each_next():
     ranges = {}
     for loader_class in (torch.utils.data.DataLoader, DataLoader):
-        loader = loader_class(Work(8), batch_size=4, num_workers=1)
+        loader = loader_class(Work(8), batch_size=4, num_workers=1, multiprocessing_context="fork")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             list(loader)
         ranges[loader_class] = [e.name for e in profile.events() if e.name.startswith("enumerate(DataLoader)#")]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 import pytest
+import ray
 import torch
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
@@ -354,3 +355,11 @@ def test_fresh_processes_start_new_ones_for_each_iter():
     loader = load(lambda index: os.getpid(), 1, fresh_processes=True)
     pids = [*loader, *loader]
     assert len({*pids, *warm}) == len(warm) + 2
+
+
+# ---- its start
+
+
+def test_ray_gives_a_worker_minutes_to_start():
+    """After its own limit of one it would kill the first workers, and `ray.init()` would wait for them for ever."""
+    assert ray._raylet.Config.worker_register_timeout_seconds() == 300

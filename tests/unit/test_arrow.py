@@ -30,7 +30,7 @@ from rayloader.data import arrow
 from rayloader.data.rows import Row
 
 ROWS = 4
-NOON = datetime.datetime(2020, 1, 1, 12, tzinfo=datetime.timezone.utc)
+NOON = datetime.datetime(2020, 1, 1, 12, tzinfo=datetime.UTC)
 FIXED = pa.list_(pa.list_(pa.int64(), 2), 3)
 
 # Columns by name: what is stored, and what a batch has, as tensors.

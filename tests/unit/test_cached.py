@@ -346,7 +346,7 @@ class Moving:
 
 
 OPAQUE = {
-    "dates": lambda n: datetime.datetime.fromtimestamp(n, datetime.timezone.utc),
+    "dates": lambda n: datetime.datetime.fromtimestamp(n, datetime.UTC),
     "slots": Moving,
     "paths": lambda n: Path(str(n)),
     "fractions": lambda n: fractions.Fraction(n, 7),

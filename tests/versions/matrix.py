@@ -3,29 +3,36 @@
     python tests/versions/matrix.py [--folder FOLDER] [--only NAME ...] [--parts PART ...]
 
 For each combination an environment is made in the folder, once, and used again. A Python that this machine lacks comes
-from Debian's sid: as root, a system is unpacked in the folder with debootstrap, and entered with chroot. The first
-run takes long and much room: torch brings its CUDA packages, some 6 GB for each environment. What was run, with the
-counts, is noted in the folder; the table in the README shows the last result of each part, and only what was run.
+from Debian's sid: as root, a system is unpacked in the folder with debootstrap, and entered with chroot, in a namespace
+of its own for what is mounted there. The first run takes long and much room: torch brings its CUDA packages, some 6 GB
+for each environment. What was run, with the counts, is noted in the folder; the table in the README shows the last
+result of each part, and only what was run.
 """
 
 import argparse
-import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README, BEGIN, END = ROOT / "README.md", "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
 HERE = "/rayloader"  # the checkout, where a Python of Debian's sees it
+# Makes the checkout, and what the kernel shows, visible in an unpacked system, to this command alone.
+ENTER = f"""
+mkdir -p "$0{HERE}" && mount --rbind "$1" "$0{HERE}" && mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" &&
+shift && exec chroot "$0" "$@"
+"""
 TOOLS = [
     "pytest",
     "hypothesis",
     "psutil",
     "packaging",
+    "kubernetes-validate",
+    "pillow",
+    "scikit-learn",
     "rich",
     "typer",
     "h5py",
@@ -40,6 +47,7 @@ OLDEST = ["numpy==2.0.0", "cloudpickle==3.0.0", "ray==2.52.1"]
 # Name: Python, and what is installed in other versions than the newest.
 COMBINATIONS = {
     "3.11, newest": ("3.11", []),
+    "3.11, torch 2.13": ("3.11", ["torch==2.13.0"]),
     "3.11, oldest": ("3.11", ["torch==2.6.0", "pyarrow==16.1.0", *OLDEST]),
     "3.13, newest": ("3.13", []),
     "3.13, oldest": ("3.13", ["torch==2.6.0", "numpy==2.1.0", "cloudpickle==3.0.0", "ray==2.52.1"]),
@@ -52,6 +60,8 @@ PARTS = {
     "conformance": ["-m", "pytest", "-q", "-m", "not full", "tests/conformance"],
     "integration": ["-m", "pytest", "-q", "-m", "not full", "tests/integration"],
     "faults": ["-m", "pytest", "-q", "-m", "not full", "tests/faults"],
+    "README": ["tests/versions/readme.py"],
+    "README, less": ["tests/versions/readme.py", "all"],
 }
 TELL = "import sys, torch, numpy, ray; print(sys.version.split()[0], *(m.__version__ for m in (torch, numpy, ray)))"
 
@@ -60,24 +70,20 @@ class Environment:
     """An environment of one combination, on this system or on one that is unpacked in the folder."""
 
     def __init__(self, folder: Path, version: str, wanted: list[str]) -> None:
-        self.venv, self.system, self.wanted = folder / "venv", folder / "debian", wanted
+        self.venv, self.system, self.wanted = folder, folder.parent / f"debian-{version}", wanted
         self.python, found = f"python{version}", shutil.which(f"python{version}")
-        if (
-            self.system.exists()
-            or found is None
-            or subprocess.run([found, "-c", ""], stderr=subprocess.DEVNULL).returncode
-        ):
-            self.venv = Path("/venv")
+        if found is not None and subprocess.run([found, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0:
+            self.python, self.system = found, Path("/")
+        else:
+            self.venv = Path("/", folder.name)
             if not self.system.exists():
                 _unpack(self.system, version)
-        else:
-            self.python, self.system = found, Path("/")
 
     def run(self, *command: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
         """Runs a command there, in the checkout."""
         enter, root = [], str(ROOT)
         if self.system != Path("/"):
-            enter, root = ["chroot", str(self.system)], HERE
+            enter, root = ["unshare", "--mount", "sh", "-c", ENTER, str(self.system), str(ROOT)], HERE
         setting = [
             f"PYTHONPATH={root}:{root}/tests",
             "PYTHONDONTWRITEBYTECODE=1",
@@ -102,19 +108,6 @@ class Environment:
         names = {re.split("[<>=]", one)[0] for one in self.wanted}
         newest = [name for name in ("torch", "numpy", "ray", "cloudpickle", "pyarrow", *TOOLS) if name not in names]
         self.run(f"{self.venv}/bin/python", "-m", "pip", "install", "-q", *self.wanted, *newest).check_returncode()
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Makes the checkout, and what the kernel shows, visible in the unpacked system."""
-        mounts = [("/proc", "/proc"), ("/dev", "/dev"), (str(ROOT), HERE)] if self.system != Path("/") else []
-        with contextlib.ExitStack() as stack:
-            for source, place in mounts:
-                target = f"{self.system}{place}"
-                Path(target).mkdir(exist_ok=True)
-                subprocess.run(["mount", "--rbind", source, target], check=True)
-                subprocess.run(["mount", "--make-rslave", target], check=True)
-                stack.callback(subprocess.run, ["umount", "-R", "-l", target], check=True)
-            yield
 
 
 def _unpack(system: Path, version: str) -> None:
@@ -153,27 +146,24 @@ def main() -> int:
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     notes = given.folder / "results.json"
-    results = json.loads(notes.read_text()) if notes.exists() else {}
     failed = False
     for name in given.only:
-        folder = given.folder / name.replace(", ", "-").replace(" ", "-")
-        folder.mkdir(exist_ok=True)
+        folder = given.folder.resolve() / name.replace(", ", "-").replace(" ", "-")
         environment = Environment(folder, *COMBINATIONS[name])
-        with environment.entered():
-            environment.make()
-            python = f"{environment.venv}/bin/python"
-            told = environment.run(python, "-c", TELL, quiet=True).stdout.split("\n")[-2]
-            result = results.setdefault(name, {})
-            if result.get("versions") != told:
-                results[name] = result = {"versions": told}
-            for part in given.parts:
-                print(f"{name}: {part}", flush=True)
-                done = environment.run(python, *PARTS[part])
-                result[part] = summary(part, done)
-                failed |= done.returncode != 0
-                notes.write_text(json.dumps(results, indent=2))
+        environment.make()
+        python = f"{environment.venv}/bin/python"
+        told = environment.run(python, "-c", TELL, quiet=True).stdout.split("\n")[-2]
+        for part in given.parts:
+            print(f"{name}: {part}", flush=True)
+            done = environment.run(python, *PARTS[part])
+            failed |= done.returncode != 0
+            results = json.loads(notes.read_text()) if notes.exists() else {}  # other parts may run beside this one
+            if results.get(name, {}).get("versions") != told:
+                results[name] = {"versions": told}
+            results[name][part] = summary(part, done)
+            notes.write_text(json.dumps(results, indent=2))
     before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.partition(END)[2]}")
+    README.write_text(f"{before}{BEGIN}\n{table(json.loads(notes.read_text()))}\n{END}{rest.partition(END)[2]}")
     return int(failed)
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import rayloader
 
 OPTIONS = {"batch_size": 4, "num_workers": 2}
+FORKED = {**OPTIONS, "multiprocessing_context": "fork"}  # not the default of each Python
 
 
 class Noisy(Dataset):
@@ -109,8 +110,8 @@ if __name__ == "__main__":
         *(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "ray", "numpy", "pyarrow", "cloudpickle"))
     )
     expected = {  # from torch's workers, before there is a Ray in this process
-        "map": epochs(TorchDataLoader(Noisy(), shuffle=True, **OPTIONS)),
-        "stream": epochs(TorchDataLoader(Stream(), **OPTIONS)),
+        "map": epochs(TorchDataLoader(Noisy(), shuffle=True, **FORKED)),
+        "stream": epochs(TorchDataLoader(Stream(), **FORKED)),
     }
     check(expected)
     check(expected, arenas=False)
