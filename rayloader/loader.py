@@ -133,8 +133,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     All arguments up to `in_order` are torch's and are checked by torch.
 
     Without workers (`num_workers=0`) batches are built in this process, as torch builds them, and Ray is neither
-    imported nor started. Of the further arguments `seeding`, `on_error`, `max_skipped` and `device` mean the same
-    there; the others have no effect.
+    imported nor started. Of the further arguments those about workers have no effect then: `workers`,
+    `ray_remote_args`, `fresh_processes`, `prefetch_bytes`, `scheduling`, `max_worker_restarts`, `on_timeout`, `arenas`
+    and `prefetch_to_device`. The others mean the same.
 
     With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
     RAY_ADDRESS is set) or this loader asks for them; otherwise they are forks of this process, as torch's are, and the

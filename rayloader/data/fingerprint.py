@@ -32,8 +32,8 @@ from rayloader.transport.raw import memory
 
 # Of a class: where its source is, and not what it does; and attributes in an order that differs from run to run.
 _OF_THE_SOURCE = {"__firstlineno__", "__doc__", "__dict__", "__weakref__", "__static_attributes__"}
-# cloudpickle gives them another number in each run; from Python 3.11 on there are three kinds.
-_VARIABLES = tuple(getattr(typing, name) for name in ("TypeVar", "ParamSpec", "TypeVarTuple") if hasattr(typing, name))
+# cloudpickle gives them another number in each run.
+_VARIABLES = typing.TypeVar, typing.ParamSpec, typing.TypeVarTuple
 _SETS = set, frozenset, weakref.WeakSet
 # Of each run, and no part of what samples are: those of the global generators' functions must not draw.
 _OF_THE_RUN = {id(os.environ), *(id(generator) for generator, *_ in global_generators())}
@@ -257,7 +257,7 @@ def _code(code: types.CodeType) -> Any:
             constants.append(_code(constant))
         else:
             constants.append(sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant))
-    handlers = getattr(code, "co_exceptiontable", b"").hex()  # from Python 3.11 on; before, these are in the code
+    handlers = code.co_exceptiontable.hex()
     return code.co_name, code.co_code.hex(), handlers, code.co_names, code.co_varnames, constants
 
 
