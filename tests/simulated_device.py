@@ -14,7 +14,7 @@ import torch
 
 from pretended import pretend_accelerator
 from rayloader.gpu import device
-from rayloader.gpu.device import SMALL_BYTES, Accelerator, AcceleratorError, Event, Marks, Pace, move
+from rayloader.gpu.device import SMALL_BYTES, Accelerator, AcceleratorError, Event, Marks, Throttle, move
 from rayloader.transport.arena import PAGE
 
 # Seconds to lock a GB of pages that exist, and of others, as on an H100.
@@ -65,7 +65,7 @@ class SimulatedAccelerator(Accelerator):
     def __init__(self, at_each_query=0, refuses="", takes_time=False):
         self.at_each_query, self.refuses, self.takes_time = at_each_query, refuses, takes_time
         self.seconds = 0.0
-        self.pace = Pace(lambda: self.seconds)
+        self.throttle = Throttle(lambda: self.seconds)
         self.lockings = []
         self.staged = 0
         self.lock = threading.RLock()

@@ -58,7 +58,7 @@ class Event(Protocol):
         """Waits until it has happened."""
 
 
-class Pace:
+class Throttle:
     """When memory may be page-locked or unlocked: one slot at a time in a process, and with pauses.
 
     The driver lets no kernel start while it registers memory, so that training stands still. With pauses of `PAUSES`
@@ -102,11 +102,11 @@ class Accelerator(Protocol):
 
     Attributes:
         can_register: whether this kind can page-lock memory that it has not allocated, and has not failed to.
-        pace: of `register` and `unregister`.
+        throttle: of `register` and `unregister`.
     """
 
     can_register: bool
-    pace: Pace
+    throttle: Throttle
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-locks whole pages.
@@ -249,7 +249,7 @@ class TorchAccelerator(Accelerator):
     def __init__(self, kind: str) -> None:
         self._module: Any = torch.get_device_module(kind)
         self.can_register = kind == "cuda"
-        self.pace = Pace()
+        self.throttle = Throttle()
         self._queues: dict[torch.device, Any] = {}  # our streams
         self._streams: set[Any] = set()  # others that were seen
         self._driver: _Driver | None = None

@@ -6,7 +6,7 @@ arena; `lock` is for any thread, the rest for one at a time.
 
 NOTE [One by one]. While memory is page-locked, the driver of CUDA lets no kernel start, and pages that nobody has
 touched yet take several times as long as others. So only slots with a batch are locked, each by itself: after the
-worker has written it, when it is used for the second time, and not more often than `Pace` allows. The batches of the
+worker has written it, when it is used for the second time, and not more often than `Throttle` allows. The batches of the
 others go through page-locked memory of torch's, as they would with torch's loader.
 
 NOTE [Held slots]. A program may drop a batch while a copy of it is still queued: `x.to("cuda", non_blocking=True)`
@@ -72,7 +72,7 @@ class PageLocks:
         if self._used.get(offset) != nbytes or nbytes > MOST_BYTES:
             self._used[offset] = nbytes
             return 0
-        self.accelerator.pace.turn(lambda: self._register(offset, nbytes))
+        self.accelerator.throttle.turn(lambda: self._register(offset, nbytes))
         return self._locked.get(offset, 0)
 
     def _register(self, offset: int, nbytes: int) -> None:
@@ -130,7 +130,7 @@ class PageLocks:
         for offset in sorted(self._locked.keys() - set(in_use)):
             if unlocker.ended.is_set():
                 return
-            self.accelerator.pace.turn(functools.partial(self._unregister, offset), unlocker.ended)
+            self.accelerator.throttle.turn(functools.partial(self._unregister, offset), unlocker.ended)
 
     def _unregister(self, offset: int) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import simulated_device
 from rayloader.gpu import page_locks
-from rayloader.gpu.device import Marks, Pace
+from rayloader.gpu.device import Marks, Throttle
 from rayloader.gpu.page_locks import PageLocks
 from rayloader.gpu.to_device import PinOrMove
 from rayloader.transport import codec, lanes
@@ -193,16 +193,16 @@ def test_the_next_slot_is_locked_after_ten_times_as_long_as_the_last_took(accele
 
 
 def test_only_one_thread_locks_at_a_time():
-    pace, works, done, results = Pace(), threading.Event(), threading.Event(), []
+    throttle, works, done, results = Throttle(), threading.Event(), threading.Event(), []
 
     def work():
         works.set()
         assert done.wait(LIMIT_S)
 
-    first = threading.Thread(target=lambda: results.append(pace.turn(work)))
+    first = threading.Thread(target=lambda: results.append(throttle.turn(work)))
     first.start()
     assert works.wait(LIMIT_S)
-    assert not pace.turn(lambda: results.append("both"))
+    assert not throttle.turn(lambda: results.append("both"))
     done.set()
     first.join()
     assert results == [True]
