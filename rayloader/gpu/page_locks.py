@@ -6,8 +6,8 @@ arena; `lock` is for any thread, the rest for one at a time.
 
 NOTE [One by one]. While memory is page-locked, the driver of CUDA lets no kernel start, and pages that nobody has
 touched yet take several times as long as others. So only slots with a batch are locked, each by itself: after the
-worker has written it, when it is used for the second time, and not more often than `Throttle` allows. The batches of the
-others go through page-locked memory of torch's, as they would with torch's loader.
+worker has written it, when it is used for the second time, and not more often than `Throttle` allows. Batches in other
+slots go through page-locked memory of torch's, as they would with torch's loader.
 
 NOTE [Held slots]. A program may drop a batch while a copy of it is still queued: `x.to("cuda", non_blocking=True)`
 followed by `del x`. So a locked slot is *held* when its last view has died: its ticket goes back to the worker when the
