@@ -9,6 +9,7 @@ process was like in the midst of an epoch that had lasted for more than a second
 import collections
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -217,6 +218,8 @@ def imports(frame):
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "torch":
+        multiprocessing.set_start_method("fork")
     loader_class = importlib.import_module({"torch": "torch.utils.data"}.get(sys.argv[1], sys.argv[1])).DataLoader
     found = {}
     for run in PROGRAMS:

@@ -150,7 +150,7 @@ def several_at_once(**options):
 
 
 def in_a_daemonic_process(**options):
-    process = multiprocessing.Process(target=until_the_end, kwargs=options, daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=until_the_end, kwargs=options, daemon=True)
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -21,6 +21,8 @@ class Waits:
     def __init__(self, folder):
         self.folder = folder
         self.gate = Gate(folder / "gate")
+        os.dup(self.gate._closed.fileno())  # keeps it closed to the end, where Python 3.14 warns of a file that is open
+        self.gate._closed.close()
 
     def __len__(self):
         return 4

@@ -81,7 +81,7 @@ from torch.utils.data import DataLoader
 from test_cached_loaders import COUNT, Augmented, Decoded, cached, epochs
 
 kept = cached(Decoded())
-options = {"batch_size": 4, "shuffle": True, "num_workers": 2}
+options = {"batch_size": 4, "shuffle": True, "num_workers": 2, "multiprocessing_context": "fork"}
 assert epochs(DataLoader(Augmented(kept), **options)) == epochs(DataLoader(Augmented(Decoded()), **options))
 stats = kept.stats()
 assert (stats.present, stats.hits + stats.built) == (COUNT, 3 * COUNT), stats

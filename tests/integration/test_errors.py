@@ -17,6 +17,7 @@ from inside import set_timeout
 from latches import Barrier, Gate, Mail
 from probes import Calls, Stream, as_is, load
 from rayloader import DataLoader
+from rayloader.errors import own_notes
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -170,7 +171,7 @@ def test_a_dataset_that_cannot_be_pickled_names_the_attribute_at_iter():
     loader = DataLoader(dataset, num_workers=2, workers="ray")
     with pytest.raises(TypeError, match=r"cannot pickle 'generator' object") as caught:
         iter(loader)
-    culprit, remedy = caught.value.__notes__
+    culprit, remedy = own_notes(caught.value)
     assert "dataset.cache['entry'][1].stream: builtins.generator can't be sent to a worker" in culprit
     assert 'use workers="fork"' in remedy
     del dataset.cache

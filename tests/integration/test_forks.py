@@ -28,6 +28,7 @@ from latches import Gate
 from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
 from rayloader.epoch import hosts
+from rayloader.errors import own_notes
 from rayloader.workers import connection, zygote
 from test_scripts import FOLDER, finish
 
@@ -573,7 +574,7 @@ def test_in_a_program_that_uses_ray_a_dataset_that_ray_cannot_send_has_forks(ray
         for options in ({"workers": "ray"}, {"workers": "auto", "ray_remote_args": {"num_cpus": 0}}):
             with pytest.raises(TypeError, match="cannot pickle") as caught:
                 iter(load(dataset, **options))
-            assert 'use workers="fork"' in caught.value.__notes__[-1]
+            assert 'use workers="fork"' in own_notes(caught.value)[-1]
 
 
 def test_the_kind_of_workers_is_an_attribute_and_a_default_of_patch():

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 from accelerator import Pinned
 from interrupts import interrupted_at, no_hang
 from rayloader import ConsumerDroppedError, DataLoader, RaySessionError, ShareError, StateError, share, shared
+from rayloader.errors import own_notes
 from rayloader.sharing.link import MOST_AHEAD
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -457,7 +458,7 @@ def lock(samples):
 def test_what_cannot_travel_is_named(tmp_path):
     with open(tmp_path / "log", "w") as file, pytest.raises(TypeError) as caught:
         share(DataLoader([file]), consumers=1)
-    assert "It cannot be sent to the producer: loader" in caught.value.__notes__[-1]
+    assert "It cannot be sent to the producer: loader" in own_notes(caught.value)[-1]
     with (
         two(DataLoader(RaisingStubborn())) as consumers,
         pytest.raises(RuntimeError, match=r"Caught Stubborn in the producer of the share .*: no sample"),

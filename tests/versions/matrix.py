@@ -38,6 +38,7 @@ TOOLS = [
     "h5py",
     "datasets",
     "accelerate",
+    "albumentations",
     "torchdata",
     "tqdm",
     "matplotlib",
