@@ -4,6 +4,7 @@ Each program is run once without an interruption. Then one like it, with other s
 there; what the program does before each epoch it does once more, as a script does that was started again.
 """
 
+import functools
 import itertools
 import logging
 import random
@@ -468,15 +469,27 @@ def test_with_seeds_for_batches_the_loaders_own_workers_go_on_at_once(caplog, pe
             assert list(batches(again)) == expected[2]
 
 
-def test_seeds_for_batches_and_a_dataset_with_generators_keep_the_workers_of_the_epoch():
-    def arguments():
-        return {"dataset": data.OwnGenerators(), "seeding": "batch"}
+def own_noise(samples, generator):
+    return [samples, generator.random()]
 
-    loader = make(arguments, 3)
-    iterator = batches(loader)
-    for _ in range(6):
+
+HOLDERS = {
+    "dataset": lambda: {"dataset": data.OwnGenerators()},
+    "collate_fn": lambda: {
+        "dataset": data.Indices(),
+        "collate_fn": functools.partial(own_noise, generator=random.Random(6)),
+    },
+}
+
+
+@pytest.mark.parametrize("taken", [0, 6])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_seeds_for_batches_and_generators_of_the_loaders_own_keep_the_workers_of_the_epoch(holder, taken):
+    loader = make(HOLDERS[holder], 3, seeding="batch")
+    iterator = iter(loader)
+    for _ in range(taken):
         next(iterator)
-    saved, rest = save(loader), list(iterator)
-    again = make(arguments, 2, seed=2)
+    saved, rest = save(loader), [*map(plain, iterator)]
+    again = make(HOLDERS[holder], 2, seed=2, seeding="batch")
     again.load_state_dict(read(saved))
     assert list(batches(again)) == rest
