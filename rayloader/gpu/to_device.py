@@ -9,7 +9,8 @@ recorded for the user's stream (`record_stream`), or the allocator would give it
 with a `to` alone, and tensors that cannot be recorded, are moved when they are handed over, on the user's stream.
 
 NOTE [Small tensors]. A copy costs some 20 us of the interpreter, however small it is. So the small tensors of a batch,
-such as labels, are copied to the device side by side, in one piece, and share its memory there.
+such as labels, go to the device side by side, in one piece. There each gets memory of its own, as by `to`: who keeps or
+resizes one touches no other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,8 +35,6 @@ _Work = TypeVar("_Work", bound=Callable[..., Any])
 
 # How many batches are opened and pinned before the user asks for them, unless they go to a device.
 PINNED_AHEAD = 2
-# Small tensors lie on the device at multiples of this many bytes, which is more than kernels ask for.
-_ALIGN = 256
 
 
 def _ends_no_loop(work: _Work) -> _Work:
@@ -163,7 +161,12 @@ class Moved:
         self._of_user = False  # whether some objects are moved when they are handed over
         small: list[torch.Tensor] = []
         rebuilt(data, lambda leaf: small.append(leaf) or leaf if _is_small(leaf) else leaf)  # type: ignore[func-returns-value]
-        self._small = iter(self._side_by_side(small) if len(small) > 1 else ())
+        self._small: dict[int, list[torch.Tensor]] = {}  # their copies, by the identity of what was copied
+        if len(small) > 1:
+            moved = accelerator.copy_small(small, device)
+            self._leaves += moved
+            for leaf, there in zip(small, moved, strict=True):
+                self._small.setdefault(id(leaf), []).append(there)
         self._data = rebuilt(data, self._copy)
         self._event: Event = accelerator.event(device)
 
@@ -171,27 +174,11 @@ class Moved:
         if not _can_be_recorded(leaf):
             self._of_user = True
             return leaf
-        if _is_small(leaf) and (there := next(self._small, None)) is not None:
-            return there
+        if there := self._small.get(id(leaf)):
+            return there.pop()
         copied = self._accelerator.copy(leaf, self._device)
         self._leaves.append(copied)
         return copied
-
-    def _side_by_side(self, small: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of tensors on the device, in one piece; see NOTE [Small tensors]."""
-        starts = [0, *itertools.accumulate(-(-leaf.nbytes // _ALIGN) * _ALIGN for leaf in small)]
-        here = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
-        for leaf, start in zip(small, starts, strict=False):
-            here[start : start + leaf.nbytes] = leaf.reshape(-1).view(torch.uint8)
-        there = self._accelerator.copy(here, self._device)
-        self._leaves.append(there)
-        memory = there.untyped_storage()
-        return [
-            torch.empty(0, dtype=leaf.dtype, device=there.device).set_(
-                memory, start // leaf.itemsize, leaf.size(), leaf.stride()
-            )
-            for leaf, start in zip(small, starts, strict=False)
-        ]
 
     def _move(self, leaf: Any) -> Any:
         return leaf if _can_be_recorded(leaf) else devices.move(leaf, self._device)
