@@ -80,11 +80,16 @@ class Throttle:
             work: on one slot.
             patience: waits until it is allowed, or this is set.
         """
-        left = self._next - self._clock()
-        if left > 0 and (patience is None or patience.wait(left)):
-            return False
-        if not self._turn.acquire(blocking=patience is not None):
-            return False
+        while True:
+            due = self._next
+            left = due - self._clock()
+            if left > 0 and (patience is None or patience.wait(left)):
+                return False
+            if not self._turn.acquire(blocking=patience is not None):
+                return False
+            if self._next == due:
+                break
+            self._turn.release()  # another thread has worked meanwhile, and its pause is to come
         try:
             began = self._clock()
             try:

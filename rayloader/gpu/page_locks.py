@@ -101,13 +101,12 @@ class PageLocks:
         """Nothing refers to these slots any more, but for copies that may be queued; see NOTE [Held slots]."""
         self._held.append((self.accelerator.event(), tickets))
 
-    def passed(self) -> list[int]:
-        """Slots that were held, and of which no copy is pending any more; each only once."""
-        tickets: list[int] = []
+    def free_passed(self, free: Callable[[Collection[int]], None]) -> None:
+        """Calls `free` with slots that were held, and of which no copy is pending; after an interrupt once more."""
         with contextlib.suppress(RuntimeError):  # the accelerator has failed, and so will the program, or tries again
             while self._held and self._held[0][0].query():
-                tickets += self._held.popleft()[1]
-        return tickets
+                free(self._held[0][1])
+                self._held.popleft()
 
     def held(self) -> set[int]:
         """Slots that are held. Any thread may ask."""
@@ -115,7 +114,7 @@ class PageLocks:
 
     def wait(self) -> None:
         """Waits for the copies from all slots that are held."""
-        with contextlib.suppress(RuntimeError):  # as in `passed`
+        with contextlib.suppress(RuntimeError):  # as in `free_passed`
             for event, _ in self._held.copy():
                 event.synchronize()
 

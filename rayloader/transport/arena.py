@@ -29,7 +29,8 @@ the same for slots that user code could have seen when it forked; its children t
 
 NOTE [Interrupts]. A result may be received twice, if a Ctrl-C came in the middle of the first time. So the leases of
 a message are kept, by ticket, until all of it was received (`Leases`), and a lease posts nothing before it is kept. So
-are copies, and their slot is posted after that. At worst an interrupt loses a slot, until `ArenaWriter.abandon`.
+are copies, and their slot is posted after that. `freed` may return a ticket twice, if a Ctrl-C came in the middle of
+the first time. At worst an interrupt loses a slot, until `ArenaWriter.abandon`.
 
 NOTE [Final]. A result is final when its task ends. But user code may have kept a tensor that was stacked in a slot, and
 write to it later. So after the batch has been dropped, `seal` checks whether anything still refers to the slot, and if
@@ -144,9 +145,9 @@ class SlotLease(Extent):
         self.slot, self.forks = slot, forks
         self.dead: Dead | None = None  # from when it is kept on
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         dead: Dead | None = getattr(self, "dead", None)  # missing if an interrupt came before the constructor's end
-        if dead is None:
+        if dead is None or is_finalizing():  # at the end of the interpreter the modules' names may be gone
             return
         (ticket, start, size), mapping = self.slot, self.mapping
         reuse = self.forks == forks_begun
@@ -154,8 +155,8 @@ class SlotLease(Extent):
             mapping.give_back(start, size)  # before the worker can learn of it
         dead.append((ticket, reuse))
         if mapping.gone:
-            if mapping.locks is not None:
-                mapping.locks.ring()
+            if (locks := mapping.locks) is not None:
+                locks.ring()
             elif reuse:
                 mapping.give_back(start, size)
 
@@ -280,30 +281,42 @@ class Arena:
         return copies
 
     def freed(self) -> list[int]:
-        """Tickets of slots that are free again, and were not returned before, for `ArenaWriter.free`."""
+        """Tickets of slots that are free again, and were not returned before, for `ArenaWriter.free`.
+
+        After an interrupt it may return some again; see NOTE [Interrupts].
+        """
         if KEEPS_SENT_STORAGES:
             release_sent_storages()
-        tickets, held, locks = [], [], self._mapping.locks
-        while self._dead:  # only this thread removes from it
-            ticket, reuse = self._dead.popleft()
+        dead, locks = self._dead.copy(), self._mapping.locks
+        freed: list[int] = []
+        held = []
+
+        def free(tickets: Collection[int]) -> None:
+            for ticket in tickets:
+                slot = self._leased.get(ticket)
+                if slot is not None and locks is not None and locks.is_locked(slot[1]):
+                    self._freed_locked.append(slot[1])  # before it is no longer leased
+                self._leased.pop(ticket, None)
+            freed.extend(tickets)
+
+        for ticket, reuse in dead:
             slot = self._leased.get(ticket)  # None, if it was only copied
             if not reuse:
                 assert slot is not None
-                self._spoiled.add(ticket)
-                self.spoiled += slot[2]
+                if ticket not in self._spoiled:
+                    self.spoiled += slot[2]
+                    self._spoiled.add(ticket)
             elif slot is not None and locks is not None and locks.is_locked(slot[1]):
                 held.append(ticket)
             else:
-                tickets.append(ticket)
+                free([ticket])
         if locks is not None:
             if held:
                 locks.hold(held)
-            tickets += locks.passed()
-        for ticket in tickets:
-            slot = self._leased.pop(ticket, None)
-            if locks is not None and slot is not None and locks.is_locked(slot[1]):
-                self._freed_locked.append(slot[1])
-        return tickets
+            locks.free_passed(free)
+        for _ in dead:  # last: after an interrupt all is done again, and a ticket that is returned twice is freed once
+            self._dead.popleft()  # only this thread removes from it
+        return freed
 
     def locked(self, *, all_slots: bool = False) -> list[int]:
         """Offsets of page-locked slots: those that `freed` has returned since the last call, or all."""
@@ -342,9 +355,9 @@ class Arena:
         mapping = getattr(self, "_mapping", None)  # missing if the constructor has failed
         if mapping is not None and os.getpid() == self._pid:
             # `gone` comes first: a lease that another thread makes or ends sees it, or is seen.
-            if mapping.locks is not None and mapping.locks.close():
+            if (locks := mapping.locks) is not None and locks.close():
                 mapping.gone = True
-                mapping.locks.retire(self.unlock)
+                locks.retire(self.unlock)
             else:
                 mapping.locks = None
                 if give_back:
@@ -362,15 +375,20 @@ class Arena:
             Whether all is unlocked.
         """
         locks = self._mapping.locks
-        assert locks is not None
+        if locks is None:
+            return True
         self.freed()
         spoiled = self._spoiled.copy()  # they are not held, but copies from them may be pending too
         locks.hold([])
         locks.wait()
         self.freed()
         locks.unlock([slot[1] for ticket, slot in list(self._leased.items()) if ticket not in spoiled])
+        unlocked = not locks.locked
+        if unlocked:
+            self._mapping.locks = None  # from here a lease gives its memory back by itself, as without locks
+            self.freed()  # those that ended before
         self._give_back_free()
-        return not locks.locked
+        return unlocked
 
     def _give_back_free(self) -> None:
         """Gives all memory that is neither leased nor page-locked back to the system."""

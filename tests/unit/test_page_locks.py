@@ -6,6 +6,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -208,6 +210,98 @@ def test_only_one_thread_locks_at_a_time():
     assert results == [True]
 
 
+def test_a_thread_that_waited_for_another_waits_for_its_pause_too():
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+
+    class Patience(threading.Event):
+        def wait(self, timeout=None):
+            waited.append(timeout)
+            now[0] += timeout
+            return False
+
+    waited, works, acquired, done = [], threading.Event(), threading.Event(), threading.Event()
+
+    class Turn:
+        """The pace's lock, which tells when the second thread is about to wait for the first."""
+
+        def __init__(self, lock):
+            self.release, self._acquire = lock.release, lock.acquire
+
+        def acquire(self, blocking):
+            if blocking and works.is_set():
+                acquired.set()
+            return self._acquire(blocking)
+
+    def work():
+        works.set()
+        assert done.wait(LIMIT_S)
+        now[0] += 2.0
+
+    pace._turn = Turn(pace._turn)
+    first = threading.Thread(target=lambda: pace.turn(work))
+    first.start()
+    assert works.wait(LIMIT_S)
+    second = threading.Thread(target=lambda: pace.turn(lambda: waited.append("works"), Patience()))
+    second.start()
+    assert acquired.wait(LIMIT_S)
+    done.set()
+    first.join()
+    second.join()
+    assert waited == [20.0, "works"]
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def interrupt_at(number):
+    """Raises at the `number`-th call of a function, or return from one of C's, in the arena's module or in ours."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        if event not in ("call", "c_return") or Path(frame.f_code.co_filename).parent.name not in ("transport", "gpu"):
+            return
+        count += 1
+        if count == number:
+            sys.setprofile(None)
+            raise Interrupted
+
+    sys.setprofile(profile)
+
+
+@pytest.mark.parametrize("uses", [1, 2], ids=["plain", "locked"])
+def test_no_interrupt_while_slots_are_freed_loses_one(accelerator, uses):
+    """At whatever point it comes: after `abandon` the worker has the slot again, and after its end all is unlocked."""
+    number, was_interrupted = 0, True
+    while was_interrupted:
+        number += 1
+        worker = Worker(accelerator, MIB)
+        place = worker.build(1)
+        worker.deliver(place, uses)
+        try:
+            interrupt_at(number)
+            for _ in range(3):
+                worker.arena.freed()
+                accelerator.asks()
+            was_interrupted = False
+        except Interrupted:
+            pass
+        finally:
+            sys.setprofile(None)
+        for _ in range(3):
+            worker.give_back()
+        worker.writer.lock(worker.arena.locked(all_slots=True))
+        worker.writer.abandon(None, worker.arena.leased())
+        worker.writer.begin(0)
+        assert worker.writer.reserve(4096 * 8)[0][1:] == place[0][1:], number
+        worker.close()
+        wait_for_unlocking()
+        assert accelerator.registered == {}, number
+    assert number > 10
+
+
 def test_after_an_interrupt_the_worker_learns_of_all_that_is_locked(accelerator):
     """The news of a message that was never sent."""
     lane, worker = ArenaLane(), WorkerLane()
@@ -332,6 +426,40 @@ def test_memory_goes_back_to_the_system_when_it_is_unlocked(accelerator):
         assert os.fstat(file).st_blocks * 512 <= PAGE
     finally:
         os.close(file)
+
+
+def test_memory_of_batches_that_end_after_all_is_unlocked_goes_back_too(accelerator):
+    worker = Worker(accelerator)
+    file = os.dup(worker.arena._file.fd)
+    try:
+        worker.batch(0)
+        kept = [worker.deliver(worker.build(number, MIB // 8)) for number in (1, 2, 3)]  # in slots that are not locked
+        worker.close()
+        wait_for_unlocking()
+        assert accelerator.registered == {}
+        del kept[1:]
+        assert os.fstat(file).st_blocks * 512 <= MIB + PAGE
+        assert kept[0].eq(1).all()
+    finally:
+        os.close(file)
+
+
+def test_a_batch_that_ends_with_the_interpreter_ends_without_a_word():
+    program = (
+        "from test_page_locks import *\n"
+        "worker = Worker(SimulatedAccelerator())\n"
+        "kept = [worker.batch(1)]\n"
+        "worker.close()\n"
+    )
+    folders = os.pathsep.join(str(path) for path in (Path(__file__).parent, Path(__file__).parents[1], *sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": folders},
+        stderr=subprocess.PIPE,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert done.stderr == b""
 
 
 def test_no_memory_of_a_locked_arena_goes_back_while_its_worker_lives(worker):
