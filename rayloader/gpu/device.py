@@ -302,9 +302,8 @@ class TorchAccelerator(Accelerator):
         driver, module = self._driver, self._module
         if not self._registers or torch.cuda.is_current_stream_capturing():
             return
-        if driver is None or not driver.records_contexts:
-            for index in [module.current_device()] if driver is None else driver.devices():
-                self._streams.update((module.default_stream(index), module.current_stream(index)))
+        for index in [module.current_device()] if driver is None else driver.devices():
+            self._streams.update((module.default_stream(index), module.current_stream(index)))
         if self._marks:
             self._marks.record()
 

@@ -55,7 +55,7 @@ class PageLocks:
     def __init__(self, accelerator: Accelerator, start: int) -> None:
         self.accelerator = accelerator
         self._start = start
-        self._lock = new_lock(reentrant=False)  # while a slot is being locked or unlocked
+        self._lock = new_lock()  # while a slot is locked or unlocked; a finalizer may close the arena meanwhile
         self._used: dict[int, int] = {}  # sizes of slots, by offset, in which there was a batch
         self._locked: dict[int, int] = {}  # sizes of those that are locked
         self._closed = False
@@ -79,13 +79,13 @@ class PageLocks:
         with self._lock:
             if self._closed or offset in self._locked:
                 return
+            self._locked[offset] = nbytes  # first, so that who closes the arena meanwhile knows of it
             try:
                 self.accelerator.register(self._start + offset, nbytes)
             except AcceleratorError as error:
+                del self._locked[offset]
                 self._closed = True
                 _warn(self.accelerator, error)
-            else:
-                self._locked[offset] = nbytes
 
     def is_locked(self, offset: int) -> bool:
         """Whether the slot at this place is locked."""

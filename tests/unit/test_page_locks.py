@@ -212,7 +212,7 @@ def test_only_one_thread_locks_at_a_time():
 
 def test_a_thread_that_waited_for_another_waits_for_its_pause_too():
     now = [0.0]
-    pace = Pace(lambda: now[0])
+    throttle = Throttle(lambda: now[0])
 
     class Patience(threading.Event):
         def wait(self, timeout=None):
@@ -238,11 +238,11 @@ def test_a_thread_that_waited_for_another_waits_for_its_pause_too():
         assert done.wait(LIMIT_S)
         now[0] += 2.0
 
-    pace._turn = Turn(pace._turn)
-    first = threading.Thread(target=lambda: pace.turn(work))
+    throttle._turn = Turn(throttle._turn)
+    first = threading.Thread(target=lambda: throttle.turn(work))
     first.start()
     assert works.wait(LIMIT_S)
-    second = threading.Thread(target=lambda: pace.turn(lambda: waited.append("works"), Patience()))
+    second = threading.Thread(target=lambda: throttle.turn(lambda: waited.append("works"), Patience()))
     second.start()
     assert acquired.wait(LIMIT_S)
     done.set()
@@ -485,6 +485,22 @@ def test_what_cannot_be_locked_is_not_and_a_warning_says_so_once(caplog):
     assert len(worker.give_back()) == 3  # and nothing is held
     worker.close()
     assert not accelerator.can_register
+
+
+def test_the_collector_may_finalize_an_arena_while_its_slot_is_being_locked(accelerator, monkeypatch):
+    workers = [Worker(accelerator)]
+    register = accelerator.register
+
+    def collected(address, nbytes):
+        workers.pop().close()
+        register(address, nbytes)
+
+    monkeypatch.setattr(accelerator, "register", collected)
+    batch = workers[0].batch(1)
+    assert accelerator.is_locked(batch.data_ptr(), batch.nbytes)
+    del batch
+    wait_for_unlocking()
+    assert accelerator.registered == {}
 
 
 def test_in_a_forked_child_the_end_of_an_arena_touches_nothing_of_the_parents(worker, accelerator):
