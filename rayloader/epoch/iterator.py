@@ -421,8 +421,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 task.data = None
                 self._user_error = error
                 # Drops torch's frame: its local variable refers to the error, which would form a cycle that keeps the
-                # iterator.
-                raise error.with_traceback(None) from None
+                # iterator. Frames below it are of the user's exception, which has failed as it was made again.
+                torchs = error.__traceback__ and error.__traceback__.tb_next
+                raise error.with_traceback(torchs and torchs.tb_next) from None
         self._task = task
         return data
 
