@@ -253,6 +253,8 @@ def _stacked(values: list[Any]) -> Any:
         import pyarrow
 
         if not isinstance(first, pyarrow.ExtensionScalar):
-            return pyarrow.array(values, first.type)
+            stacked = pyarrow.array(values, first.type)
+            # pyarrow before 25 forgets that a dictionary is ordered
+            return stacked if stacked.type == first.type else stacked.cast(first.type)
         return first.type.wrap_array(pyarrow.array([scalar.value for scalar in values], first.type.storage_type))
     return default_collate(values)

@@ -484,6 +484,13 @@ class PickyError(Exception):
         super().__init__(text)
 
 
+class PickyMessage(PickyError):
+    message = "said"
+
+    def __init__(self, message):
+        super().__init__(message)
+
+
 class OtherMessage(Exception):
     """Has a `message` at class level, which its constructor names otherwise."""
 
@@ -547,6 +554,7 @@ OWN = [
     lambda: RefusingError("alone"),
     lambda: NewError(7, "no such thing"),
     lambda: OtherKind("said"),
+    lambda: PickyMessage("one line"),
 ]
 LIBRARY = [
     lambda: OSError(errno.ENOSPC, "full", "a file"),

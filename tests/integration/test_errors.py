@@ -2,11 +2,14 @@
 
 import asyncio
 import ctypes
+import gc
 import os
 import re
 import signal
 import sys
 import threading
+import traceback
+import weakref
 
 import pytest
 import torch
@@ -310,6 +313,36 @@ def test_types_arrive_and_what_no_string_makes_is_a_runtime_error(kind, argument
     first, caught, last = outcomes(iter(load(raise_at_1(lambda: kind(*arguments)), 3, num_workers=1)))
     assert (first, last) == (0, 2)
     check_caught(caught, 0, arrives_as, "raise make()", kind.__name__)
+
+
+class PickyError(Exception):
+    message = "planned"
+
+    def __init__(self, message):
+        if "\n" in message:  # as in torch's text
+            raise LookupError("one line only")
+        super().__init__(message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arrives_as", "own"), [(CustomError, CustomError, []), (PickyError, LookupError, ["__init__"])]
+)
+def test_an_error_that_is_kept_has_the_users_frames_and_keeps_no_iterator(kind, arrives_as, own):
+    def fail(_):
+        raise kind("as planned")
+
+    iterator = iter(DataLoader(Calls(fail), 1, num_workers=1, workers="fork"))
+    iterators = weakref.ref(iterator)
+    gc.disable()
+    try:
+        with pytest.raises(arrives_as) as caught:
+            next(iterator)
+        del iterator
+        assert iterators() is None
+    finally:
+        gc.enable()
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[names.index("__next__") + 1 :] == own
 
 
 def test_a_type_that_exists_in_the_worker_only_arrives_as_text():

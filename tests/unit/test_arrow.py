@@ -29,6 +29,9 @@ from rayloader import ArrowDataset, CacheError, ReplicaError
 from rayloader.data import arrow
 from rayloader.data.rows import Row
 
+PYARROW = int(pa.__version__.partition(".")[0])
+# What pyarrow before 24 makes of a map's dictionary in a Parquet file.
+TEXT_IN_MAPS = {"cached": "map<int64, string>", **dict.fromkeys(("row groups", "files"), "map<int64, string ('x')>")}
 ROWS = 4
 NOON = datetime.datetime(2020, 1, 1, 12, tzinfo=datetime.UTC)
 FIXED = pa.list_(pa.list_(pa.int64(), 2), 3)
@@ -347,6 +350,8 @@ def test_dictionaries_that_need_wider_indices_together(kind, index, how, tmp_pat
                 assert collated["x"].to_pylist() == [stored[place] for place in places]
                 assert collated["x"].type == dataset.schema.field("x").type == dataset[0]["x"].type
                 wide = str(columns[0].type).replace(str(index), "int32")
+                if kind == "map" and PYARROW < 24:
+                    wide = TEXT_IN_MAPS.get(how, wide)
                 assert str(collated["x"].type).replace("element", "item") == wide  # as Parquet names the items of lists
             assert default_collate(several)["x"].to_pylist() == [stored[place] for place in places]
 

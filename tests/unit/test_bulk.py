@@ -270,7 +270,8 @@ def test_others_take_their_own_way():
     found = read(write([many, arrays]))[1]
     for name, values in arrays.items():
         for one, other in zip(found[name], values, strict=True):
-            assert (one.dtype, one.shape, one.dtype.metadata) == (other.dtype, other.shape, other.dtype.metadata)
+            metadata = pickle.loads(pickle.dumps(other.dtype)).metadata  # NumPy 2.0 makes an empty one for dates
+            assert (one.dtype, one.shape, one.dtype.metadata) == (other.dtype, other.shape, metadata)
             assert one.tolist() == other.tolist()
             assert one.strides == other.strides or not other.size
 

@@ -112,6 +112,7 @@ def test_a_working_directory_that_was_removed_is_no_obstacle(server, tmp_path):
     folder.mkdir()
     command = ["sh", "-c", 'rmdir "$PWD" && exec "$0" "$@"', sys.executable, SCRIPT, "--help"]
     environment = {**os.environ, **server.environment}
+    del environment["PYTEST_CURRENT_TEST"]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
     )

@@ -49,7 +49,7 @@ OLDEST = ["numpy==2.0.0", "cloudpickle==3.0.0", "ray==2.52.1"]
 COMBINATIONS = {
     "3.11, newest": ("3.11", []),
     "3.11, torch 2.13": ("3.11", ["torch==2.13.0"]),
-    "3.11, oldest": ("3.11", ["torch==2.6.0", "pyarrow==16.1.0", *OLDEST]),
+    "3.11, oldest": ("3.11", ["torch==2.6.0", "pyarrow==21.0.0", *OLDEST]),
     "3.13, newest": ("3.13", []),
     "3.13, oldest": ("3.13", ["torch==2.6.0", "numpy==2.1.0", "cloudpickle==3.0.0", "ray==2.52.1"]),
     "3.14, newest": ("3.14", []),
