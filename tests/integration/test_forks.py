@@ -436,8 +436,9 @@ def test_a_worker_that_hangs_is_restarted(tmp_path, caplog):
                 threading.Event().wait()
             return super().__getitem__(index)
 
-    assert [taken(load(Hanging(), timeout=1, on_timeout="restart"))] == torchs("map-style")
-    assert len([line for line in lines(caplog) if "worker 0 is lost and gets another process" in line]) == 1
+    assert [taken(load(Hanging(), timeout=3, on_timeout="restart"))] == torchs("map-style")
+    # On a busy machine others may give nothing for three seconds too.
+    assert any("worker 0 is lost and gets another process: it gave no batch for 3 s" in line for line in lines(caplog))
 
 
 def test_without_order_each_batch_comes_once():
