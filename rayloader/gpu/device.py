@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -70,20 +69,20 @@ class Throttle:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._turn = threading.Lock()  # by whom it is held, he works
+        self._turn = new_lock(reentrant=False)  # by whom it is held, he works
         self._next = -math.inf  # when the next may begin
 
-    def turn(self, work: Callable[[], None], patience: threading.Event | None = None) -> bool:
+    def turn(self, work: Callable[[], None], patience: Callable[[float], bool] | None = None) -> bool:
         """Does the work if that is allowed now, and returns whether it was done.
 
         Args:
             work: on one slot.
-            patience: waits until it is allowed, or this is set.
+            patience: waits for so many seconds, until it is allowed, and returns whether to give up.
         """
         while True:
             due = self._next
             left = due - self._clock()
-            if left > 0 and (patience is None or patience.wait(left)):
+            if left > 0 and (patience is None or patience(left)):
                 return False
             if not self._turn.acquire(blocking=patience is not None):
                 return False
@@ -187,7 +186,8 @@ def side_by_side(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
 def spread(packed: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
     """Copies into each of these tensors, on the device of `packed`, its part of what `side_by_side` has made."""
     parts = [leaf.view(-1).view(torch.uint8) for leaf in leaves]
-    torch._foreach_copy_(parts, packed.split([part.numel() for part in parts]))
+    for part, source in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
+        part.copy_(source)
 
 
 class _Events(Event):

@@ -28,7 +28,6 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -127,9 +126,9 @@ class PageLocks:
     def unlock(self, in_use: Collection[int]) -> None:
         """Unlocks all slots but those at these places."""
         for offset in sorted(self._locked.keys() - set(in_use)):
-            if unlocker.ended.is_set():
+            if unlocker.ended:
                 return
-            self.accelerator.throttle.turn(functools.partial(self._unregister, offset), unlocker.ended)
+            self.accelerator.throttle.turn(functools.partial(self._unregister, offset), unlocker.ends_within)
 
     def _unregister(self, offset: int) -> None:
         with self._lock:
@@ -169,12 +168,17 @@ class Unlocker:
 
     def forget(self) -> None:
         """To be called in a forked child: the arenas and the thread are its parent's."""
-        self.ended = threading.Event()
+        self.ended = False
+        self._end = Bell()
         self._bell = Bell()  # a batch has died, or there is another arena
         self._lock = new_lock()  # a finalizer may come while its thread has it
         self._retired: list[Callable[[], bool]] = []  # `unlock` of each arena
         self._thread: DaemonThread | None = None
         self._has_warned = False
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for so many seconds, or until the program ends, and returns whether it does."""
+        return self.ended or (self._end.wait(seconds) and self.ended)
 
     def ring(self) -> None:
         """A batch of such an arena has died. For finalizers."""
@@ -188,7 +192,7 @@ class Unlocker:
         """
         new = DaemonThread(self._work, "rayloader-unlock")
         with self._lock:
-            if self.ended.is_set():
+            if self.ended:
                 return
             if unlock not in self._retired:
                 self._retired.append(unlock)
@@ -202,7 +206,7 @@ class Unlocker:
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._retired or self.ended.is_set():
+                if not self._retired or self.ended:
                     self._thread = None
                     return
                 arenas = self._retired.copy()
@@ -232,9 +236,10 @@ class Unlocker:
     def end(self) -> None:
         """At the end of the program: a thread that is in C++ code when the interpreter ends would abort the process."""
         with self._lock:
-            self.ended.set()
+            self.ended = True
             thread = self._thread
         self._bell.ring()
+        self._end.ring()
         if thread is not None:
             thread.join(_END_S)
 

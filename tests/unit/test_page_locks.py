@@ -214,16 +214,15 @@ def test_a_thread_that_waited_for_another_waits_for_its_pause_too():
     now = [0.0]
     throttle = Throttle(lambda: now[0])
 
-    class Patience(threading.Event):
-        def wait(self, timeout=None):
-            waited.append(timeout)
-            now[0] += timeout
-            return False
+    def patience(seconds):
+        waited.append(seconds)
+        now[0] += seconds
+        return False
 
     waited, works, acquired, done = [], threading.Event(), threading.Event(), threading.Event()
 
     class Turn:
-        """The pace's lock, which tells when the second thread is about to wait for the first."""
+        """The throttle's lock, which tells when the second thread is about to wait for the first."""
 
         def __init__(self, lock):
             self.release, self._acquire = lock.release, lock.acquire
@@ -242,7 +241,7 @@ def test_a_thread_that_waited_for_another_waits_for_its_pause_too():
     first = threading.Thread(target=lambda: throttle.turn(work))
     first.start()
     assert works.wait(LIMIT_S)
-    second = threading.Thread(target=lambda: throttle.turn(lambda: waited.append("works"), Patience()))
+    second = threading.Thread(target=lambda: throttle.turn(lambda: waited.append("works"), patience))
     second.start()
     assert acquired.wait(LIMIT_S)
     done.set()
