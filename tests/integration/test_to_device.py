@@ -15,6 +15,7 @@ from accelerator import LIMIT
 from inside import kill_worker
 from probes import Calls, as_is, load
 from rayloader import DataLoader
+from rayloader.actors import pool
 from rayloader.epoch import ahead, engine
 from simulated_device import DEVICE, SimulatedAccelerator
 
@@ -26,8 +27,9 @@ LARGE = 50_000  # numbers: more than a small buffer
 def accelerator(monkeypatch):
     accelerator = SimulatedAccelerator().install(monkeypatch)
     yield accelerator
-    rayloader.shutdown()  # the next test's workers have arenas without this one's page-locks
     gc.collect()
+    for actor in pool.get_pool().actors:
+        actor.lane.close()  # warm workers get other arenas in the next test, without this one's page-locks
     accelerator.advance(accelerator.queued)
     assert (accelerator.torn, accelerator.violations) == ([], [])
 
