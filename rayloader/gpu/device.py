@@ -70,7 +70,7 @@ class Throttle:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._turn = threading.Lock()  # by whom it is held, he works
+        self._turn = new_lock(reentrant=False)  # by whom it is held, he works
         self._next = -math.inf  # when the next may begin
 
     def turn(self, work: Callable[[], None], patience: threading.Event | None = None) -> bool:
