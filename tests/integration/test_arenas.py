@@ -475,7 +475,7 @@ def test_errors_in_mid_epoch_do_not_use_the_arena_up(warnings_logged, monkeypatc
 
 def refuse(nbytes, kind="arena"):
     assert kind == "copies", "an arena was used"  # in which the driver alone writes and reads
-    return arena.Arena(nbytes, kind, accelerator)
+    return arena.Arena(nbytes, kind)
 
 
 def test_the_argument_switches_arenas_off(monkeypatch):
