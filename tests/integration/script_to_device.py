@@ -23,7 +23,7 @@ def large(index):
 
 class Numbers:
     def __len__(self):
-        return 40
+        return 100
 
     def __getitem__(self, index):
         return large(index)
@@ -31,7 +31,9 @@ class Numbers:
 
 if __name__ == "__main__":
     accelerator = SimulatedAccelerator().install(pytest.MonkeyPatch())
-    pinned = iter(rayloader.DataLoader(Numbers(), batch_size=None, num_workers=2, pin_memory=True))
+    pinned = iter(rayloader.DataLoader(Numbers(), batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2))
+    for _ in range(40):  # memory is page-locked when it is used again
+        next(pinned)
     kept = [next(pinned) for _ in range(3)]
     copies = [accelerator.copy(next(pinned), DEVICE) for _ in range(3)]
     moved = iter(rayloader.DataLoader(Numbers(), batch_size=None, num_workers=2, device="cuda"))
