@@ -156,7 +156,7 @@ class Spent(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> Spent:
-        """The inverse of `pack`."""
+        """The inverse of `pack_spent`."""
         return cls(*_PACKED.unpack(packed))
 
     @property

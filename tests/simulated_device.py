@@ -15,7 +15,7 @@ import torch
 from pretended import pretend_accelerator
 from rayloader.gpu import device
 from rayloader.gpu.device import (
-    SMALL_BYTES,
+    PAGEABLE_BYTES,
     Accelerator,
     AcceleratorError,
     Event,
@@ -137,7 +137,7 @@ class SimulatedAccelerator(Accelerator):
             if leaf.is_contiguous() and self.is_locked(source, held.nbytes):
                 self.pending.append([source, held, result])
             else:  # its source is read before the call returns, into page-locked memory if it is large
-                self.staged += leaf.nbytes > SMALL_BYTES
+                self.staged += leaf.nbytes > PAGEABLE_BYTES
                 self.pending.append([held.data_ptr(), held, result])
             return result
 

@@ -37,7 +37,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 # After page-locking or unlocking, so many times as long passes before the next time as this has taken.
 PAUSES = 10
 # Tensors up to this size are copied from whatever memory they are in: CUDA takes them over before the call returns.
-SMALL_BYTES = 1 << 16
+PAGEABLE_BYTES = 1 << 16
 # Results of cudaHostUnregister after which nothing is registered there: success, and that nothing was, for instance
 # because the context is gone (InvalidValue, CudartUnloading, ContextIsDestroyed, HostMemoryNotRegistered).
 _NOT_REGISTERED = (0, 1, 4, 709, 713)
@@ -220,10 +220,6 @@ class Marks:
         self._lock = new_lock(reentrant=False)
         self._waiting: list[_Later] = []
 
-    def __bool__(self) -> bool:
-        """Whether some are to be recorded."""
-        return bool(self._waiting)
-
     def event(self) -> Event:
         """An event that happens after what is queued before the next call of `record`."""
         self._waiting.append(later := _Later(self))
@@ -304,8 +300,7 @@ class TorchAccelerator(Accelerator):
             return
         for index in [module.current_device()] if driver is None else driver.devices():
             self._streams.update((module.default_stream(index), module.current_stream(index)))
-        if self._marks:
-            self._marks.record()
+        self._marks.record()
 
     @override
     def event(self, device: torch.device | None = None) -> Event:
@@ -319,7 +314,7 @@ class TorchAccelerator(Accelerator):
 
     @override
     def copy(self, leaf: Any, device: torch.device) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.nbytes > SMALL_BYTES:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.nbytes > PAGEABLE_BYTES:
             with contextlib.suppress(RuntimeError):  # no room: then the copy waits for the device
                 leaf = leaf.pin_memory()  # the same tensor, if it is page-locked
         with self._module.stream(self._queue(device)):

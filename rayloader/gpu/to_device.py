@@ -29,7 +29,7 @@ from typing_extensions import override
 from rayloader._compat import ExceptionWrapper, pin_memory, pinning_device_index
 from rayloader.epoch.ahead import Delivery
 from rayloader.gpu import device as devices
-from rayloader.gpu.device import SMALL_BYTES, Accelerator, Event
+from rayloader.gpu.device import PAGEABLE_BYTES, Accelerator, Event
 
 _Work = TypeVar("_Work", bound=Callable[..., Any])
 
@@ -159,14 +159,8 @@ class Moved:
         self._device, self._accelerator = device, accelerator
         self._leaves: list[Any] = []  # what was copied
         self._of_user = False  # whether some objects are moved when they are handed over
-        small: list[torch.Tensor] = []
-        rebuilt(data, lambda leaf: small.append(leaf) or leaf if _is_small(leaf) else leaf)  # type: ignore[func-returns-value]
-        self._small: dict[int, list[torch.Tensor]] = {}  # their copies, by the identity of what was copied
-        if len(small) > 1:
-            moved = accelerator.copy_small(small, device)
-            self._leaves += moved
-            for leaf, there in zip(small, moved, strict=True):
-                self._small.setdefault(id(leaf), []).append(there)
+        self._small: dict[int, list[torch.Tensor]] = {}  # copies of small tensors, by the identity of what was copied
+        self._copy_small(data)
         self._data = rebuilt(data, self._copy)
         self._event: Event = accelerator.event(device)
 
@@ -179,6 +173,21 @@ class Moved:
         copied = self._accelerator.copy(leaf, self._device)
         self._leaves.append(copied)
         return copied
+
+    def _copy_small(self, data: Any) -> None:
+        """Copies the small tensors of a batch together, if there are several; see NOTE [Small tensors]."""
+        small: list[torch.Tensor] = []
+
+        def note(leaf: Any) -> Any:
+            if _is_small(leaf):
+                small.append(leaf)
+            return leaf
+
+        rebuilt(data, note)
+        if len(small) > 1:
+            self._leaves += self._accelerator.copy_small(small, self._device)
+            for leaf, there in zip(small, self._leaves, strict=True):
+                self._small.setdefault(id(leaf), []).append(there)
 
     def _move(self, leaf: Any) -> Any:
         return leaf if _can_be_recorded(leaf) else devices.move(leaf, self._device)
@@ -217,7 +226,7 @@ def _is_small(leaf: Any) -> bool:
         type(leaf) is torch.Tensor
         and leaf.device.type == "cpu"
         and leaf.layout is torch.strided
-        and 0 < leaf.nbytes <= SMALL_BYTES
+        and 0 < leaf.nbytes <= PAGEABLE_BYTES
         and leaf.is_contiguous()
         and not (leaf.is_quantized or leaf.is_nested or leaf.requires_grad or leaf.is_conj() or leaf.is_neg())
     )

@@ -206,8 +206,10 @@ def fits_any_workers(state: State) -> bool:
 
 def _fits_any_workers(loader: Any, state: State) -> bool:
     """The same for this loader: before the first batches of an epoch its workers have not told yet what they hold."""
-    if state.position is None or not fits_any_workers(state):
-        return fits_any_workers(state)
+    if not fits_any_workers(state):
+        return False
+    if state.position is None:
+        return True
     return not has_state(loader.dataset) and not search({**_holders(loader), "worker_init_fn": loader.worker_init_fn})
 
 

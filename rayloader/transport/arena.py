@@ -289,7 +289,7 @@ class Arena:
             release_sent_storages()
         dead, locks = self._dead.copy(), self._mapping.locks
         freed: list[int] = []
-        held = []
+        free_now, held = [], []
 
         def free(tickets: Collection[int]) -> None:
             for ticket in tickets:
@@ -309,7 +309,8 @@ class Arena:
             elif slot is not None and locks is not None and locks.is_locked(slot[1]):
                 held.append(ticket)
             else:
-                free([ticket])
+                free_now.append(ticket)
+        free(free_now)
         if locks is not None:
             if held:
                 locks.hold(held)

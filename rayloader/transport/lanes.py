@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.interrupts import new_lock
 from rayloader.transport import codec, raw
-from rayloader.transport.arena import Arena, ArenaError, ArenaWriter, Leases, Slot, lease_of
+from rayloader.transport.arena import Arena, ArenaError, ArenaWriter, Leases, Slot, SlotLease, lease_of
 from rayloader.transport.memory_file import FileAddress
 
 if TYPE_CHECKING:
@@ -160,9 +160,13 @@ def read_only_bytes(wire: Wire) -> int:
     return sum(view.nbytes for view in views if view.readonly)
 
 
+def _leases(wire: Wire) -> list[SlotLease]:
+    return [lease for lease in map(lease_of, wire.buffers) if lease is not None]
+
+
 def leased_bytes(wire: Wire) -> int:
     """Bytes of the slots that its buffers keep leased."""
-    return sum({lease.slot[0]: lease.slot[2] for lease in map(lease_of, wire.buffers) if lease is not None}.values())
+    return sum({lease.slot[0]: lease.slot[2] for lease in _leases(wire)}.values())
 
 
 def page_lock(wire: Wire) -> tuple[int, bool]:
@@ -171,7 +175,7 @@ def page_lock(wire: Wire) -> tuple[int, bool]:
     Returns:
         How many bytes are page-locked that were not; whether its buffers lie in slots, all of which are page-locked.
     """
-    leases = [lease for lease in map(lease_of, wire.buffers) if lease is not None]
+    leases = _leases(wire)
     nbytes = sum([lease.page_lock() for lease in leases])
     return nbytes, bool(leases) and all(lease.is_page_locked for lease in leases)
 

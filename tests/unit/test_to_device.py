@@ -13,7 +13,7 @@ import torch
 
 from rayloader.epoch.ahead import Delivery
 from rayloader.gpu import device as devices
-from rayloader.gpu.device import SMALL_BYTES
+from rayloader.gpu.device import PAGEABLE_BYTES
 from rayloader.gpu.to_device import Moved, PinOrMove, rebuilt
 from simulated_device import DEVICE, SimulatedAccelerator
 
@@ -236,13 +236,13 @@ SMALL = [
     torch.tensor(True),
     torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
     torch.tensor([1 + 2j]),
-    torch.full((SMALL_BYTES,), 7, dtype=torch.uint8),
+    torch.full((PAGEABLE_BYTES,), 7, dtype=torch.uint8),
 ]
 
 
 def test_the_small_tensors_of_a_batch_are_copied_in_one_piece() -> None:
     accelerator = SimulatedAccelerator()
-    image, labels = torch.ones(SMALL_BYTES), {"name": "text", "labels": SMALL}
+    image, labels = torch.ones(PAGEABLE_BYTES), {"name": "text", "labels": SMALL}
     found = Moved((image, labels, SMALL[0]), DEVICE, accelerator).handed_over()
     assert accelerator.queued == 2
     assert found[0].equal(image)
@@ -265,7 +265,7 @@ def test_the_small_tensors_of_a_batch_are_copied_in_one_piece() -> None:
         torch.ones(0),
         torch.tensor([1j]).conj(),
         torch.nn.Parameter(torch.ones(2)),
-        torch.ones(SMALL_BYTES),
+        torch.ones(PAGEABLE_BYTES),
     ],
     ids=["transposed", "with gradient", "empty", "conjugated", "of another class", "large"],
 )
