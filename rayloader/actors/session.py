@@ -67,8 +67,10 @@ LOCAL_RAY_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
     "RAY_worker_niceness": "0",
     "RAY_free_objects_period_milliseconds": "0",
-    # Ray would kill the children of a worker, and with them the resource tracker that removes its shared memory.
+    # Ray would kill the children of a worker, and with them the resource tracker that removes its shared memory: the
+    # worker itself does so when it exits, and the raylet ends the process group of one that was killed.
     "RAY_kill_child_processes_on_worker_exit": "0",
+    "RAY_process_group_cleanup_enabled": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_gcs_server_port_wait_time_s": "300",
     # Of 60. Ray kills a worker that is late, and if that is one of the first, `ray.init()` never returns.
