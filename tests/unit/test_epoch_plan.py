@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from rayloader.epoch.depth import MAX_DEPTH
+
 from rayloader.epoch.iterator import Begin, EpochPlan, plan_epoch
 from rayloader.options import Options
 
