@@ -73,10 +73,6 @@ LOOK_S = 1.0
 SHARED_PATIENCE_S = 30.0
 # Rebuilding is reported after this many seconds, and again each time the elapsed time has doubled.
 REBUILDING_PATIENCE_S = 10.0
-# Tasks are held back while there are this many batches to take for each of them, and the last one took its worker fewer
-# than so many seconds. See `Engine._may_wait`.
-HELD_BACK = 2
-SHORT_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +129,12 @@ class Engine:
         self._drawing = False  # indices were requested from the sampler, and the schedule does not know of them yet
         self._out: Task | None = None  # what `next` returns until it is handed over
         self._out_is_taken = False  # the schedule knows that
-        self._unsent: list[int] = []  # tasks given to workers since the last `flush`
         self._losses: deque[_Loss] = deque()  # for the user's thread
         self._last_arrival = 0.0  # time.monotonic()
         self._waited = 0.0  # seconds of the last `receive` in which nothing came
         self._copies = Recycled(delivery.accelerator)
         self._ahead: AheadThread | None = None
         self._preparation: Preparation | None = None
-        self._are_short = False  # whether the last batch took its worker less than `SHORT_S`
         self._warned_of_sharing = False
         for worker in fleet.workers:
             worker.rebuilding = None
@@ -345,7 +339,6 @@ class Engine:
         worker.journal.given(task)
         if not worker.away:
             worker.give(task)
-            self._unsent.append(task.task_id)
 
     def _replace(self, replace: ReplaceWorker) -> None:
         if self.fleet.replace(self.fleet.workers[replace.worker_id]):
@@ -364,7 +357,6 @@ class Engine:
     @change
     def flush(self) -> None:
         """Sends the messages to the workers."""
-        self._unsent.clear()
         self.fleet.mailbox.flush()
 
     # ---- drawing
@@ -385,17 +377,7 @@ class Engine:
             else:
                 self.handle(IndicesSkipped() if indices is None else IndicesDrawn(indices))
             self._drawing = False
-        if not self._may_wait():
-            self.flush()
-
-    def _may_wait(self) -> bool:
-        """Whether messages to the workers may be delayed, so that several tasks go in one message.
-
-        The user has more batches to take than tasks are held back, and a worker builds those soon once it has them. A
-        thread that has to wait for a batch sends the tasks first.
-        """
-        unsent = len(self._unsent)
-        return not unsent or (self._are_short and HELD_BACK * unsent <= len(self.schedule.deliverable))
+        self.flush()
 
     # ---- receiving
 
@@ -538,7 +520,6 @@ class Engine:
                 task.outcome = Outcome.EMPTY if answer.kind == ResultKind.EMPTY else Outcome.ERROR
         self._note_news(worker, answer)
         if not exhausted:
-            self._are_short = answer.seconds < SHORT_S
             self._handle(TaskDone(task.task_id, answer, answer.nbytes))
             return
         self._tally.skipped += len(answer.skipped)

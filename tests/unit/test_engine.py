@@ -24,7 +24,7 @@ from rayloader import (
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch.ahead import AheadThread
-from rayloader.epoch.engine import HELD_BACK, LOOK_S, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, SHORT_S, Engine
+from rayloader.epoch.engine import LOOK_S, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
 from rayloader.errors import RaySessionError
 from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
@@ -341,48 +341,11 @@ def test_what_a_worker_raises_is_the_users_and_the_next_batch_follows(begin):
     assert epoch.take_all() == [expected(12)[0], *expected(12)[2:]]
 
 
-# ---- what is sent at once, and what may wait
+# ---- what is sent at once
 
 
-def taken_slowly(begin, **options):
-    """Six deep; the workers have built all that they were given."""
-    epoch = begin(prefetch_factor=6, length=100, **options)
-    epoch.fleet.seconds = SHORT_S / 2
-    epoch.open()
-    epoch.fleet.works = False
-    for worker_id in (0, 1):
-        epoch.work(worker_id, 6)
-    return epoch
-
-
-def test_tasks_wait_while_the_user_has_far_more_batches_to_take(begin):
-    epoch = taken_slowly(begin)
-    before = [len(epoch.given(n)) for n in (0, 1)]
-    held_back = 0
-    while True:
-        epoch.take()
-        if [len(epoch.given(n)) for n in (0, 1)] != before:
-            break
-        held_back += 1
-    left = len(epoch.schedule.deliverable)
-    assert held_back >= 2
-    assert HELD_BACK * held_back <= left + 1
-    assert HELD_BACK * (held_back + 1) > left
-    assert sum(len(epoch.given(n)) for n in (0, 1)) == sum(before) + held_back + 1, "all in one message"
-
-
-def test_whoever_waits_sends_first(begin):
-    epoch = taken_slowly(begin)
-    epoch.take()
-    assert epoch.engine._unsent
-    epoch.engine.receive(0.0)  # the fleet asserts that nothing is held back
-    assert not epoch.engine._unsent
-
-
-def test_where_batches_take_their_workers_long_tasks_are_sent_at_once(begin):
-    epoch = begin()
-    epoch.fleet.seconds = SHORT_S
-    epoch.open()
+def test_what_torchs_workers_would_have_been_given_is_sent_at_once(begin):
+    epoch = begin().open()
     for taken in range(1, 6):
         epoch.take()
         assert sorted([*epoch.given(0), *epoch.given(1)]) == list(range(4 + taken))
