@@ -50,7 +50,7 @@ WORKERS = 4
 BATCHES = 200  # of an epoch
 BATCH_SIZE = 8
 READING_S = 0.002  # that a sample is as if it were read from a disk
-HANG_LIMIT = 120.0  # seconds without a batch; on expiry the loader raises
+HANG_LIMIT = 500.0  # seconds without a batch; on expiry the loader raises
 RECOVERY_S = 3.0  # what a death is thought to take, to spread the random moments over the run
 
 

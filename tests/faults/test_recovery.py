@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 # Where it makes little difference, one kind is for full runs.
 MAP = pytest.param("map", marks=pytest.mark.full)
 ITERABLE = pytest.param("iterable", marks=pytest.mark.full)
-HANG_LIMIT = 120.0  # seconds; on expiry the loader raises and the test fails
+HANG_LIMIT = 500.0  # seconds; on expiry the loader raises and the test fails
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def seed(number):
     torch.manual_seed(number)
 
 
-HANG_LIMIT = 300  # seconds for a script; on expiry it is killed and the test fails
+HANG_LIMIT = 500  # seconds for a script; on expiry it is killed and the test fails
 
 
 def written_by(script, folder, *names):

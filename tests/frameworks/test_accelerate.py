@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).parent / "script_ranks.py"
-HANG_LIMIT = 300  # seconds for the script; on expiry it is killed and the test fails
+HANG_LIMIT = 500  # seconds for the script; on expiry it is killed and the test fails
 OWN = {"on_error": "skip", "max_skipped": 4}
 
 

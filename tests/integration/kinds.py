@@ -47,7 +47,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, get_worker_info
 
 REMEDY = "create it in worker_init_fn or lazily on first use"
-END_LIMIT = 120  # seconds for an object to end after its last reference; on expiry the test fails
+END_LIMIT = 500  # seconds for an object to end after its last reference; on expiry the test fails
 
 
 class Same:

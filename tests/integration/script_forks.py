@@ -21,7 +21,7 @@ import rayloader
 from rayloader.workers import zygote
 from rayloader.workers.janitor import janitor
 
-EXIT_LIMIT = 120.0  # seconds for processes to end; on expiry the program fails
+EXIT_LIMIT = 500.0  # seconds for processes to end; on expiry the program fails
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -15,7 +15,7 @@ import ray
 import rayloader
 
 REPORTS = {"metrics_report_interval_ms": 500}  # of Ray's: 10 s otherwise
-HANG_LIMIT = 120.0  # seconds; on expiry what was found is shown
+HANG_LIMIT = 500.0  # seconds; on expiry what was found is shown
 SAMPLE = re.compile(r'^ray_rayloader_(\w+)\{.*\bloader="(\w+)".*\} (\S+)$', re.MULTILINE)
 
 

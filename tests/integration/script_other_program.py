@@ -30,7 +30,7 @@ services.get_node = patient
 ray.init(include_dashboard=False, num_cpus=1)
 print(ray.get_runtime_context().get_session_name())
 """
-HANG_LIMIT = 120  # seconds for the other program; on expiry it is killed and this one fails
+HANG_LIMIT = 500  # seconds for the other program; on expiry it is killed and this one fails
 
 if __name__ == "__main__":
     loader = rayloader.DataLoader(range(4), num_workers=1, persistent_workers=True, workers="ray")

@@ -34,7 +34,7 @@ from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 SAMPLE = lanes.SMALL_BYTES // 8  # int64 numbers
-EXIT_LIMIT = 120  # seconds for a process that ends; on expiry the test fails
+EXIT_LIMIT = 500  # seconds for a process that ends; on expiry the test fails
 OWN = {"ray_remote_args": {"num_cpus": 0, "memory": 1}}  # actors that serve no other test
 
 

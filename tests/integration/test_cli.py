@@ -16,7 +16,7 @@ from documents import ROOT, commands_of
 from rayloader.cli import doctor
 from rayloader.cli.commands import app
 
-HANG_LIMIT = 120  # seconds; on expiry subprocess.run kills the program and raises
+HANG_LIMIT = 500  # seconds; on expiry subprocess.run kills the program and raises
 README = commands_of((ROOT / "README.md").read_text())
 FULL = functools.partial(pytest.param, marks=pytest.mark.full)
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -24,7 +24,7 @@ COMMANDS = {
     "pytest": ["-m", "pytest", "-p", "no:cacheprovider"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
-HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the program and raises
+HANG_LIMIT = 500  # seconds; on expiry subprocess.run kills the program and raises
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

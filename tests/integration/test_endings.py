@@ -20,7 +20,7 @@ from rayloader.actors.pool import get_pool
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux")]
 
-EXIT_LIMIT = 120.0  # seconds for a process to end; on expiry the test fails
+EXIT_LIMIT = 500.0  # seconds for a process to end; on expiry the test fails
 _numbers = itertools.count(500)
 
 

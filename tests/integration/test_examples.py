@@ -19,7 +19,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCHES_PER_EPOCH = 57  # of resume.py
-HANG_LIMIT = 300  # seconds; on expiry subprocess.run kills the example and raises
+HANG_LIMIT = 500  # seconds; on expiry subprocess.run kills the example and raises
 
 
 def run_example(name: str, *options: str, joined: bool = False) -> subprocess.CompletedProcess[str]:

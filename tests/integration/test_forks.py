@@ -34,7 +34,7 @@ from test_scripts import FOLDER, finish
 
 pytestmark = [oversubscribed, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
-EXIT_LIMIT = 120.0  # seconds for a process to end; on expiry the test fails
+EXIT_LIMIT = 500.0  # seconds for a process to end; on expiry the test fails
 
 
 class Drawing(Dataset):

@@ -16,7 +16,7 @@ from rayloader import DataLoader
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-EXIT_LIMIT = 120.0  # seconds for a process to end; on expiry the test fails
+EXIT_LIMIT = 500.0  # seconds for a process to end; on expiry the test fails
 
 
 def worker_id(index):

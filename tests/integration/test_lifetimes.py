@@ -32,8 +32,8 @@ from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-EXIT_LIMIT = 120.0  # seconds for a process or thread to end; on expiry the test fails
-START_LIMIT = 120.0  # for a process to run
+EXIT_LIMIT = 500.0  # seconds for a process or thread to end; on expiry the test fails
+START_LIMIT = 500.0  # for a process to run
 _numbers = itertools.count(100)
 
 

@@ -567,7 +567,7 @@ def test_the_story_of_the_page_runs_as_it_stands(tmp_path, command, monkeypatch)
             code, output = command(*arguments)
         else:
             line = re.sub(r"^python ", f"{shlex.quote(sys.executable)} ", line)
-            done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, timeout=120)
+            done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, timeout=500)
             code, output = done.returncode, done.stdout
         assert code == 0, output
         printed.append(output)

@@ -26,7 +26,7 @@ from restoring_data import lists
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-HANG_LIMIT = 120.0  # seconds that a test waits for a batch
+HANG_LIMIT = 500.0  # seconds that a test waits for a batch
 
 
 def make(arguments, **options):

@@ -16,8 +16,8 @@ from probes import in_each_worker
 from programs import Program
 
 FOLDER = Path(__file__).parent
-HANG_LIMIT = 240  # seconds for a script; on expiry it is killed and the test fails
-EXIT_LIMIT = 120  # seconds for Ray's processes to end after their driver; on expiry the test fails
+HANG_LIMIT = 500  # seconds for a script; on expiry it is killed and the test fails
+EXIT_LIMIT = 500  # seconds for Ray's processes to end after their driver; on expiry the test fails
 
 
 def start(name, *arguments, joined=False, **options):

@@ -24,7 +24,7 @@ from rayloader.errors import own_notes
 from rayloader.sharing.link import MOST_AHEAD
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-HANG_LIMIT = 120  # seconds; on expiry subprocess.run kills the program and raises
+HANG_LIMIT = 500  # seconds; on expiry subprocess.run kills the program and raises
 
 
 def full(*values):

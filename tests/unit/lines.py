@@ -12,7 +12,7 @@ from rayloader.transport.line import Line, ListeningLine
 from rayloader.transport.local_line import DriverLine
 
 HERE = "127.0.0.1"
-LIMIT_S = 120.0
+LIMIT_S = 500.0
 KINDS = "local", "tcp"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rayloader.epoch.ahead import AheadThread
 
-HANG_LIMIT_S = 120.0
+HANG_LIMIT_S = 500.0
 
 
 @pytest.fixture

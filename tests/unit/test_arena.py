@@ -31,7 +31,7 @@ from rayloader.transport.arena import CHUNK, COLD_AFTER, PAGE, Arena, ArenaError
 from rayloader.transport.codec import no_collection
 from rayloader.transport.memory_file import MemoryFile
 
-HANG_LIMIT_S = 120.0
+HANG_LIMIT_S = 500.0
 NUMBERS = torch.arange(512)  # a page
 
 

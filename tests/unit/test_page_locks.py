@@ -27,7 +27,7 @@ from rayloader.transport.arena import PAGE, Arena, ArenaError, ArenaWriter, Free
 from rayloader.transport.lanes import SMALL_BYTES, ArenaLane, Recycled, WorkerLane
 from simulated_device import DEVICE, SimulatedAccelerator
 
-LIMIT_S = 120.0
+LIMIT_S = 500.0
 MIB = 1 << 20
 
 

@@ -21,7 +21,7 @@ from rayloader.task import UNOPENED, Task
 from rayloader.transport import codec
 from rayloader.transport.lanes import SMALL_BYTES, Recycled, read_only_bytes, to_wire
 
-LIMIT_S = 120.0
+LIMIT_S = 500.0
 LARGE = SMALL_BYTES + 8
 
 

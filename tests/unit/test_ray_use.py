@@ -143,7 +143,7 @@ for workers in "fork", "auto":
     assert list(DataLoader(range(4), 2, num_workers=1, collate_fn=list, workers=workers)) == [[0, 1], [2, 3]]
 assert "ray" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
 
 

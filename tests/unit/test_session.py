@@ -21,7 +21,7 @@ from rayloader.actors._compat_ray import own_start
 from rayloader.actors.private_files import keep_token_private
 from rayloader.workers import ray_use
 
-HANG_LIMIT = 120  # seconds
+HANG_LIMIT = 500  # seconds
 
 
 class Failed(Exception):

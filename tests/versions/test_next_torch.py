@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-HANG_LIMIT = 240  # seconds; on expiry subprocess.run kills the program and raises
+HANG_LIMIT = 500  # seconds; on expiry subprocess.run kills the program and raises
 
 # Each process imports it first, because it is in a folder of PYTHONPATH.
 SITECUSTOMIZE = """
