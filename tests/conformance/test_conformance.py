@@ -15,7 +15,6 @@ from conformance_record import first_difference, record
 from conformance_side import Records
 from rayloader.actors import actors
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
-from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
 from rayloader.workers import ray_use
 from rayloader.workers.forks import ForkCalls
