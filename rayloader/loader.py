@@ -26,8 +26,6 @@ from rayloader._compat import BaseIterator
 from rayloader.errors import StateError, shorten
 from rayloader.observe.recorder import Recorder, cpus
 from rayloader.options import (
-    PREFETCH_BYTES,
-    AutomaticPrefetch,
     OnError,
     OnTimeout,
     Scheduling,
@@ -134,8 +132,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
     Without workers (`num_workers=0`) batches are built in this process, as torch builds them, and Ray is neither
     imported nor started. Of the further arguments those about workers have no effect then: `workers`,
-    `ray_remote_args`, `fresh_processes`, `prefetch_bytes`, `scheduling`, `max_worker_restarts`, `on_timeout`, `arenas`
-    and `prefetch_to_device`. The others mean the same.
+    `ray_remote_args`, `fresh_processes`, `scheduling`, `max_worker_restarts`, `on_timeout`, `arenas` and
+    `prefetch_to_device`. The others mean the same.
 
     With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
     RAY_ADDRESS is set) or this loader asks for them; otherwise they are forks of this process, as torch's are, and the
@@ -162,10 +160,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         worker_init_fn: called in each worker with its id, after seeding and before loading.
         multiprocessing_context: with "spawn" or "forkserver" the workers of this loader are Ray actors.
         generator: random generator of the sampler, and of the workers' base seed.
-        prefetch_factor: batches per worker that are submitted and not yet taken, at least 1. This is a strict bound,
-            and indices are drawn when torch draws them. By default the depth is automatic, and the attribute reads as
-            torch's 2: if the indices come from torch's own samplers, it is just deep enough to keep the workers busy,
-            within `prefetch_bytes`; otherwise 2.
+        prefetch_factor: batches per worker that are submitted and not yet taken, at least 1; 2 by default. This is a
+            strict bound, and indices are drawn when torch draws them.
         persistent_workers: keep the workers' dataset objects from epoch to epoch.
         pin_memory_device: deprecated in torch.
         in_order: deliver the batches in order; if False, as they are finished.
@@ -183,9 +179,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         fresh_processes: start new actors for each `iter()` instead of reusing warm ones, in which stays what user code
             has left: module globals, settings of libraries, threads. That takes seconds instead of milliseconds. Forks
             are always new.
-        prefetch_bytes: bytes of batches that may be ready, in progress or kept by the program with automatic depth,
-            over all workers; 256 MiB by default. Batches in progress are assumed to grow to at most twice the size of
-            earlier ones. Two batches per worker may always be under way.
         seeding: "worker" gives each worker a random stream of its own, as torch does; "batch" seeds `random`, torch and
             NumPy before each batch, from the base seed, the epoch and the batch's number, so that random
             augmentation does not depend on the number of workers, or on whether there are any. Generators that the
@@ -281,7 +274,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         workers: Workers = "auto",
         ray_remote_args: dict[str, Any] | None = None,
         fresh_processes: bool = False,
-        prefetch_bytes: int = PREFETCH_BYTES,
         seeding: Seeding = "worker",
         scheduling: Scheduling = "static",
         max_worker_restarts: int = 3,
@@ -320,7 +312,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self.workers: Workers = workers
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
-        self.prefetch_bytes = prefetch_bytes
         self.seeding: Seeding = seeding
         self.scheduling: Scheduling = scheduling
         self.max_worker_restarts = max_worker_restarts
@@ -372,8 +363,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for a sampler whose epoch they set
         check(self)
         note_first_attributes(self)
-        if prefetch_factor is None and self.prefetch_factor is not None:
-            self.prefetch_factor = AutomaticPrefetch(self.prefetch_factor)
         self._sign_num_workers()
 
     def __repr__(self) -> str:

@@ -24,9 +24,6 @@ from rayloader.errors import level_outside
 from rayloader.task import Given
 from rayloader.transport.lanes import switched_off
 
-# Bytes of batches under way, of all workers together, if the depth is automatic: three calls of batches of 5 MB from
-# each of sixteen workers, and little compared with what training takes. More would only hide longer pauses of workers.
-PREFETCH_BYTES = 256 << 20
 # Batches on the device ahead of the program: one is copied while the other waits to be taken.
 DEVICE_PREFETCH = 2
 
@@ -56,10 +53,6 @@ def check_means(what: str) -> None:
         raise ValueError(f"{what} needs rayloader's own workers, which can't be had here: {why}; leave it out")
 
 
-class AutomaticPrefetch(int):
-    """torch's default for `prefetch_factor`, not requested by the user; survives being passed to another loader."""
-
-
 def is_whole(value: Any) -> bool:
     """Whether it is a whole number; True is not."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -71,7 +64,6 @@ class OwnArguments(TypedDict, total=False):
     workers: Workers
     ray_remote_args: dict[str, Any] | None
     fresh_processes: bool
-    prefetch_bytes: int
     seeding: Seeding
     scheduling: Scheduling
     max_worker_restarts: int
@@ -111,8 +103,6 @@ class Options:
     """The arguments of a loader as they were when its iterator was created; see `DataLoader` for what they mean."""
 
     prefetch_factor: int  # 0 without workers
-    automatic_depth: bool  # `prefetch_factor` was not given
-    prefetch_bytes: int
     in_order: bool
     timeout: float
     seeding: Seeding
@@ -138,10 +128,9 @@ class Options:
             TypeError: one is of the wrong type.
         """
         check(loader)
-        depth, workers = loader.prefetch_factor, loader.num_workers
+        workers = loader.num_workers
         derived: dict[str, Any] = {
-            "prefetch_factor": _checked_prefetch_factor(depth, workers) if workers else 0,
-            "automatic_depth": isinstance(depth, AutomaticPrefetch),
+            "prefetch_factor": _checked_prefetch_factor(loader.prefetch_factor, workers) if workers else 0,
             "ray_remote_args": dict(loader.ray_remote_args or {}),
             "needs_actors": _needs_actors(loader),
             "prefetch_to_device": DEVICE_PREFETCH if loader.prefetch_to_device is None else loader.prefetch_to_device,
@@ -191,11 +180,6 @@ def check(loader: Any) -> None:
         TypeError: one is of the wrong type.
     """
     check_remote_args(loader.ray_remote_args)
-    if not is_whole(loader.prefetch_bytes) or loader.prefetch_bytes < 1:
-        raise ValueError(
-            f"prefetch_bytes must be a whole number of bytes >= 1, got {loader.prefetch_bytes!r}; "
-            "to fix the depth use prefetch_factor"
-        )
     for name in ("fresh_processes", "arenas"):
         if not isinstance(value := getattr(loader, name), bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -369,8 +353,8 @@ def _check_type_of_timeout(timeout: Any) -> None:
 def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
     if prefetch_factor is None:
         raise TypeError(
-            f"prefetch_factor must be a whole number where num_workers={num_workers}, got None: None means automatic "
-            "depth only where a loader is made with workers; set its prefetch_factor too, or make it with num_workers"
+            f"prefetch_factor must be a whole number where num_workers={num_workers}, got None: torch's default "
+            "of 2 is set where a loader is made with workers; set its prefetch_factor too, or make it with num_workers"
         )
     number = _whole("prefetch_factor", prefetch_factor, 1)
     if number < 1:  # torch's type for this error

@@ -33,12 +33,11 @@ class Down:
 
     RUN = 0  # a call: worker_id, call, task_id, indices, room; see `WorkerProcess.run`
     REPLAY = 1  # a call: worker_id, call, tasks; see `WorkerProcess.replay`
-    RESUME = 2  # a call: worker_id, call, epoch, shared_seed, undo_from; see `WorkerProcess.resume`
-    DROP = 3  # after_call, up_to_call, from_task: of the calls in between, the tasks from this one on are cancelled
+    RESUME = 2  # a call: worker_id, call, epoch, shared_seed, dataset_epoch; see `WorkerProcess.resume`
     # To a fork, which has no other way for them; to an actor they are calls through Ray.
-    START = 4  # a call: worker_id, call, setup, state; see `WorkerProcess.start`
-    HURRY = 5  # a call: worker_id, call; see `WorkerProcess.hurry`
-    LEAVE = 6  # a call: worker_id, call; see `WorkerProcess.leave`
+    START = 3  # a call: worker_id, call, setup, state; see `WorkerProcess.start`
+    HURRY = 4  # a call: worker_id, call; see `WorkerProcess.hurry`
+    LEAVE = 5  # a call: worker_id, call; see `WorkerProcess.leave`
 
 
 class Up:
@@ -66,7 +65,6 @@ class Setup:
     skip_errors: bool
     ranks: tuple[int, int] | None  # the loader's rank, and their number; see `shard_info.Reader`
     persistent: bool  # after this epoch the same dataset object is iterated over again
-    max_undone: int  # tasks that `resume` may have to undo
 
 
 @dataclass(frozen=True, slots=True)

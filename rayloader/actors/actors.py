@@ -35,13 +35,6 @@ logger = logging.getLogger("rayloader")
 
 # Whether local sockets are used on this machine; tests switch them off, to reach workers as on other machines.
 LOCAL_LINES = True
-# Unanswered tasks that one worker may have if a thread of ours receives answers and sends the next tasks. A Ray call
-# takes some milliseconds, of which about one is work: with this many, the worker need not wait. More would only risk
-# larger batches than expected.
-CALLS_AHEAD = 8
-# Likewise of a worker on another node, while its batches are so small that the user's thread receives them. With half
-# as many, a tiny batch takes a fifth longer, because fewer answers come at once; twice as many gain nothing.
-TASKS_AHEAD = 16
 # After how many seconds of waiting for processes, once Ray runs, a line in the log says what the program waits for.
 NOTICE_S = 5.0
 
@@ -70,7 +63,6 @@ class Actors(Processes):
         self._lease: Lease | None = pool.begin_lease(loader, self._remote_args, name)  # None after `release`
         self._lines = options.uses_lines  # otherwise every call and every batch goes through Ray
         self._memory = Recycled(accelerator)  # for data from the network
-        self._reaches_far = False
         self._notice_at = time.monotonic() + NOTICE_S  # when to say what the program waits for
 
     @override
@@ -106,13 +98,6 @@ class Actors(Processes):
 
     @property
     @override
-    def most_unanswered(self) -> float:  # type: ignore[override]
-        if self.copies:
-            return CALLS_AHEAD
-        return TASKS_AHEAD if self._reaches_far else math.inf
-
-    @property
-    @override
     def leased_bytes(self) -> int:  # type: ignore[override]
         return self._memory.leased_bytes
 
@@ -132,7 +117,6 @@ class Actors(Processes):
         line = self._line_to(process, mailbox)
         if line is None:
             self.uses_store = self.copies = True
-        self._reaches_far |= isinstance(line, TcpCalls)
         if not process.is_near:
             self._pool.later(self._pool.tidy)  # from now on, it asks whether the actor's node is drained
         return line or RayCalls(process, mailbox)

@@ -177,11 +177,6 @@ class ActorLine(ActorCalls, LineCalls):
         self._newest().send(message, carries=carries)
 
     @override
-    def drop(self, after_call: int, from_task: int) -> None:
-        if self._served and not self._served[-1].paused:
-            super().drop(after_call, from_task)
-
-    @override
     def _pause(self) -> None:
         self.flush()
         if self._served and self._served[-1].ref is not None and not self._served[-1].paused:

@@ -28,13 +28,10 @@ from rayloader.epoch.messages import (
     Closed,
     Deliver,
     DrawIndices,
-    DrawsPutOff,
-    Drop,
     Event,
     Fail,
     IndicesDrawn,
     IndicesSkipped,
-    Limited,
     Opened,
     ReplaceWorker,
     SamplerExhausted,
@@ -48,10 +45,8 @@ from rayloader.epoch.messages import (
 from rayloader.epoch.reports import (
     briefly,
     describe,
-    has_warned_of_bytes,
     indices_of,
     timed_out,
-    warn_of_bytes,
     worker_died,
 )
 from rayloader.epoch.schedule import Schedule
@@ -78,10 +73,6 @@ LOOK_S = 1.0
 SHARED_PATIENCE_S = 30.0
 # Rebuilding is reported after this many seconds, and again each time the elapsed time has doubled.
 REBUILDING_PATIENCE_S = 10.0
-# Tasks are held back while there are this many batches to take for each of them. See `Engine._may_wait`.
-HELD_BACK = 2
-# How many times to check how much the program keeps, for every `prefetch_bytes` of batches that it is given.
-LOOKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +129,15 @@ class Engine:
         self._drawing = False  # indices were requested from the sampler, and the schedule does not know of them yet
         self._out: Task | None = None  # what `next` returns until it is handed over
         self._out_is_taken = False  # the schedule knows that
-        self._unsent: list[int] = []  # tasks given to workers since the last `flush`
         self._losses: deque[_Loss] = deque()  # for the user's thread
         self._last_arrival = 0.0  # time.monotonic()
         self._waited = 0.0  # seconds of the last `receive` in which nothing came
         self._copies = Recycled(delivery.accelerator)
         self._ahead: AheadThread | None = None
         self._preparation: Preparation | None = None
-        self._given_bytes = 0  # to the user, since the last check of what the program keeps
-        self._kept_bytes = 0  # as of that
-        self._most_unanswered = math.inf
         self._warned_of_sharing = False
         for worker in fleet.workers:
-            worker.rebuilding = worker.dropped = None
+            worker.rebuilding = None
             worker.unanswered = schedule.unanswered(worker.worker_id)
 
     # ---- the user's side
@@ -166,7 +153,6 @@ class Engine:
             else:
                 self.handle(WorkerReady(worker.worker_id))
         self._revive()  # a worker whose process died after its stream had ended was not replaced until now
-        self._limit()
         self.handle(Opened())
         self._draw_owed()
         self._start_ahead()
@@ -287,7 +273,6 @@ class Engine:
         skipped = task.result.skipped
         self._handle(BatchTaken(task.task_id))
         self._out_is_taken = True
-        self._note_given(task.nbytes)
         if skipped:
             task.skipped = len(skipped)
             self._tally.skipped += len(skipped)
@@ -310,8 +295,8 @@ class Engine:
     def close(self, *, resuming: bool = False, wait: bool = True) -> None:
         """Drops all work in progress; callable more than once. `wait`: until `rayloader-ahead` has ended.
 
-        With `resuming`, the workers are to continue with another epoch, from where torch's would be by now: they finish
-        their first tasks, and `Worker.dropped` says which tasks must be undone.
+        With `resuming`, the workers are to continue with another epoch: they finish the tasks that they hold, as
+        torch's do.
         """
         self._end(resuming)
         if (ahead := self._ahead) is not None:
@@ -354,12 +339,6 @@ class Engine:
         worker.journal.given(task)
         if not worker.away:
             worker.give(task)
-            self._unsent.append(task.task_id)
-
-    def _drop(self, drop: Drop) -> None:
-        worker = self.fleet.workers[drop.worker_id]
-        self.fleet.drop(worker, drop.first_task_id)
-        worker.dropped = drop.first_task_id
 
     def _replace(self, replace: ReplaceWorker) -> None:
         if self.fleet.replace(self.fleet.workers[replace.worker_id]):
@@ -378,18 +357,13 @@ class Engine:
     @change
     def flush(self) -> None:
         """Sends the messages to the workers."""
-        self._unsent.clear()
         self.fleet.mailbox.flush()
 
     # ---- drawing
 
     def _draw_owed(self) -> None:
         """Draws what the schedule has requested."""
-        self._reach()
         while self.schedule.owed_draws:
-            if not self._draws.may_draw:
-                self.handle(DrawsPutOff())
-                break
             self._drawing = True
             try:
                 indices = self._draws.next()
@@ -402,36 +376,8 @@ class Engine:
                 raise
             else:
                 self.handle(IndicesSkipped() if indices is None else IndicesDrawn(indices))
-                if indices is None:  # torch's loader would have drawn another one
-                    self._reach()
-                if self._draws.count == self.schedule.torch_draws:  # workers begin while what comes later is drawn
-                    self.flush()
             self._drawing = False
-        if not self._may_wait():
-            self.flush()
-
-    def _reach(self) -> None:
-        """Checks draws that were made early, at the moment at which torch's loader would have made them."""
-        self._drawing = True
-        try:
-            self._draws.reach(self.schedule.torch_draws)
-        except RayloaderError:  # no interrupt
-            self._drawing = False
-            raise
-        self._drawing = False
-
-    def _may_wait(self) -> bool:
-        """Whether messages to the workers may be delayed, so that several tasks go in one message.
-
-        The workers have been sent everything that torch's would have been given by now, and the user has far more
-        batches to take than tasks are held back. A thread that has to wait for a batch sends the tasks first.
-        """
-        unsent = self._unsent
-        if not unsent:
-            return True
-        if not self.schedule.is_paced or min(unsent) < self.schedule.torch_draws:
-            return False
-        return HELD_BACK * len(unsent) <= len(self.schedule.deliverable)
+        self.flush()
 
     # ---- receiving
 
@@ -535,7 +481,6 @@ class Engine:
                 self._revive()
             else:
                 self._take_message(process, message)
-        self._limit()
 
     def _take_message(self, process: Process, message: Message) -> None:
         kind, worker_id, call, content = message
@@ -575,7 +520,7 @@ class Engine:
                 task.outcome = Outcome.EMPTY if answer.kind == ResultKind.EMPTY else Outcome.ERROR
         self._note_news(worker, answer)
         if not exhausted:
-            self._handle(TaskDone(task.task_id, answer, answer.nbytes, answer.seconds))
+            self._handle(TaskDone(task.task_id, answer, answer.nbytes))
             return
         self._tally.skipped += len(answer.skipped)
         self._position.skip(answer.skipped, self._options.max_skipped)
@@ -791,41 +736,11 @@ class Engine:
         ready = sum(leased_bytes(result.wire) for result in results if result is not None and result.wire is not None)
         return max(0, self.fleet.leased_bytes + self._copies.leased_bytes - ready)
 
-    def _limit(self) -> None:
-        """Tells the schedule, if it has changed, how many tasks a worker may have that it has not answered."""
-        if self.schedule.is_paced and self.fleet.processes.most_unanswered != self._most_unanswered:
-            self._most_unanswered = self.fleet.processes.most_unanswered
-            self._tell_limits()
-
-    def _tell_limits(self) -> None:
-        free = max(0, self._options.prefetch_bytes - self._kept_bytes)
-        self._handle(Limited(free / len(self.fleet.workers), self._most_unanswered))
-
-    def _note_given(self, nbytes: int) -> None:
-        """The user was given a batch of this many bytes: what the program keeps is taken off the bytes under way."""
-        limit, automatic = self._options.prefetch_bytes, self.schedule.is_paced
-        self._given_bytes += nbytes
-        if self._given_bytes * LOOKS < limit or (has_warned_of_bytes() and not automatic):
-            return
-        self._given_bytes = 0
-        self._kept_bytes = kept = self.bytes_held
-        if automatic:
-            self._tell_limits()
-        if has_warned_of_bytes() or (automatic and kept < limit):
-            return
-        ready = self.bytes_under_way
-        # Each batch that is not built is taken for one of this size.
-        under_way = nbytes * sum(len(worker.unanswered) for worker in self.fleet.workers)
-        # Where the depth is automatic the rest is bounded, but for the first tasks of each worker, which are torch's.
-        if automatic or kept + ready + under_way >= limit:
-            warn_of_bytes(kept, ready, under_way, limit, automatic=automatic)
-
 
 _CARRY_OUT: dict[type, Callable[[Engine, Any], None] | None] = {
     Submit: Engine._submit,
     Deliver: None,  # it waits in the schedule
     DrawIndices: None,  # they are owed: only the user's thread may draw
-    Drop: Engine._drop,
     ReplaceWorker: Engine._replace,
     Fail: Engine._fail,
 }

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayloader.epoch.depth import Pace
 from rayloader.errors import add_note
 from rayloader.options import Options, check_forks
 from rayloader.protocol import Replica
@@ -33,12 +32,10 @@ class Kept:
 
     Attributes:
         image: of its replica, as last sent: the next one is compared with it.
-        paces: of its workers, as their last epoch left them.
         forks: Ray cannot send the replica, so its workers are forks.
     """
 
     image: Image | None = None
-    paces: list[Pace] = field(default_factory=list)
     forks: bool = False
 
 

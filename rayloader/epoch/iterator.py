@@ -20,7 +20,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from rayloader._compat import (
@@ -32,8 +31,6 @@ from rayloader._compat import (
     sharding_worker_init_fn,
 )
 from rayloader.epoch.ahead import Delivery
-from rayloader.epoch.depth import MAX_DEPTH, Pace
-from rayloader.epoch.draws import DrawAhead, may_draw_ahead, start
 from rayloader.epoch.engine import Engine
 from rayloader.epoch.hosts import fleet_for, loaders
 from rayloader.epoch.schedule import Schedule
@@ -52,7 +49,6 @@ from rayloader.protocol import Replica, Setup
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming
-from rayloader.resume.snapshot import has_state
 from rayloader.task import NothingSkipped, Task
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.janitor import ends_with_program, janitor
@@ -78,60 +74,23 @@ class EpochPlan:
     Attributes:
         begin: where.
         starts_workers: no workers are left that could continue.
-        elastic: the depth is automatic, and indices may be drawn earlier than torch would draw them.
-        goes_on: the sampler's iterator is not at its start: it has yielded what another run's had yielded.
-        carries_over: what a worker has built may affect what it builds in the next epoch (through its random streams,
-            or a generator of the dataset's), and torch's worker would have built the same. Dynamic scheduling gives no
-            such guarantee: which worker builds what depends on which was idle.
     """
 
     begin: Begin
     starts_workers: bool
-    elastic: bool
-    goes_on: bool
-    carries_over: bool
-
-    @property
-    def max_undone(self) -> int:
-        """How many tasks persistent workers may have to undo because torch's would not have been given them."""
-        return MAX_DEPTH if self.elastic and self.carries_over else 0
 
 
-def plan_epoch(
-    options: Options,
-    *,
-    lives: bool,
-    saved: bool,
-    finished: bool,
-    redealt: bool,
-    persistent: bool,
-    remembers: bool,
-    may_draw_ahead: Callable[[bool], bool],
-) -> EpochPlan:
+def plan_epoch(*, lives: bool, saved: bool, finished: bool) -> EpochPlan:
     """The plan of an epoch.
 
     Args:
-        options: of the loader.
         lives: workers of a previous epoch can continue.
         saved: the iterator is created from a state that has a position.
         finished: the last epoch of these workers, or that of the state, was finished.
-        redealt: other ranks have begun the epoch.
-        persistent: workers keep their dataset objects.
-        remembers: the dataset is a stream, or has a state of its own.
-        may_draw_ahead: whether the sampler may be read early; its argument is whether its iterator is not at its start.
     """
-    resumed = saved and not finished
-    goes_on = redealt or resumed
-    # Without order, a worker's batches depend on when it is given them; and how far persistent workers have read ahead
-    # shows when they continue, where their dataset remembers that. In both cases the depth is torch's.
-    elastic = (
-        options.automatic_depth
-        and (options.in_order or options.dynamic)
-        and not (persistent and remembers)
-        and may_draw_ahead(goes_on)
-    )
-    begin = Begin.RESUMED if resumed else Begin.NEXT if lives or finished else Begin.FRESH
-    return EpochPlan(begin, not lives, elastic, goes_on, carries_over=not options.dynamic)
+    if saved and not finished:
+        return EpochPlan(Begin.RESUMED, not lives)
+    return EpochPlan(Begin.NEXT if lives or finished else Begin.FRESH, not lives)
 
 
 def _delivery_of(target: Any, ahead: int, pins_for: str | None) -> Delivery:
@@ -241,19 +200,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         lives = self._fleet is not None and self._fleet.usable
         if not lives and not first_iter:
             self.position.restarts()
-        moved = first_iter and self._num_yielded > 0  # by other code than torch's: SpeechBrain resumes in this way
-        plan = plan_epoch(
-            self._options,
-            lives=lives,
-            saved=self._saved is not None,
-            finished=self.position.finished,
-            redealt=self._redeal is not None,
-            persistent=self._persistent_workers,
-            remembers=self._iterable or has_state(self._dataset),
-            may_draw_ahead=lambda goes_on: not moved and may_draw_ahead(self._index_sampler, resumed=goes_on),
-        )
+        plan = plan_epoch(lives=lives, saved=self._saved is not None, finished=self.position.finished)
         if self._engine is not None:
-            self._engine.close(resuming=lives and plan.carries_over)
+            self._engine.close(resuming=lives)
         return plan
 
     def _begin_epoch(self, loader: Any, first_iter: bool, plan: EpochPlan) -> None:
@@ -271,24 +220,16 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def _new_engine(self, loader: Any, plan: EpochPlan) -> Engine:
         assert self._fleet is not None
         position, options = self.position, self._options
-        depth = None if plan.elastic or options.dynamic else options.prefetch_factor
-        self._tally = loader._recorder.begins(self, self._num_workers, len(self._fleet.hosts), depth)
-        if plan.elastic and plan.goes_on:
-            self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
-            self._sampler_iter.skipped(position.next_task)
-        elif plan.elastic:
-            self._sampler_iter = start(self._index_sampler)
+        self._tally = loader._recorder.begins(self, self._num_workers, len(self._fleet.hosts), options.prefetch_factor)
         schedule = Schedule(
             self._num_workers,
             options.prefetch_factor,
             in_order=options.in_order,
-            elastic=plan.elastic,
             dynamic=options.dynamic,
             max_restarts=options.max_worker_restarts,
             first_task_id=position.next_task,
             first_worker_id=position.next_worker,
             only_worker_id=position.skips.only_worker,
-            paces=self._paces(loader, plan),
         )
         return Engine(
             self._fleet,
@@ -304,30 +245,12 @@ class EpochIterator(OfOneProcess, BaseIterator):
         """Tells workers from a previous epoch that another begins; those just started read it in their journals."""
         assert self._fleet is not None
         self.position.shared_seed = self._shared_seed
-        # What the user has taken is rebuilt even if another epoch begins meanwhile: the dataset's generators continue
-        # from after it.
-        untaken = 1 + max(worker.journal.last_taken for worker in self._fleet.workers)
+        resumed = Resumed(self.position.epoch, self._shared_seed, dataset_epoch)
         for worker in self._fleet.workers:
-            undo_from = worker.dropped if plan.carries_over else untaken
-            resumed = Resumed(self.position.epoch, self._shared_seed, undo_from, dataset_epoch)
-            worker.journal.begins(resumed, undoes=plan.carries_over)
+            worker.journal.begins(resumed)
             if not plan.starts_workers and not worker.away:
-                if not plan.carries_over:
-                    self._fleet.drop(worker, from_task=untaken)
                 worker.host.lane.abandon(worker.worker_id)
                 worker.resume(resumed)
-
-    def _paces(self, loader: TorchDataLoader[Any], plan: EpochPlan) -> list[Pace]:
-        """A pace for each worker, unless the user sets the depth; they continue from the loader's last epoch."""
-        dynamic = self._options.dynamic
-        if not (plan.elastic or dynamic):
-            return []
-        worker_bytes = self._options.prefetch_bytes / self._num_workers
-        new = [Pace(worker_bytes, dynamic=dynamic) for _ in range(self._num_workers)]
-        kept = loaders.of(loader)
-        if [(p.worker_bytes, p.dynamic) for p in kept.paces] != [(p.worker_bytes, p.dynamic) for p in new]:
-            kept.paces = new
-        return kept.paces
 
     def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
         fleet = fleet_for(
@@ -354,13 +277,10 @@ class EpochIterator(OfOneProcess, BaseIterator):
                     skip_errors=self._options.skips_errors,
                     ranks=ranks_told(loader),
                     persistent=self._persistent_workers,
-                    max_undone=plan.max_undone if self._persistent_workers else 0,
                 )
                 for worker_id in range(self._num_workers)
             ]
             self.position.shared_seed = self._shared_seed
-            for journal in self.position.journals:
-                journal.rewinds = setups[0].max_undone > 0
             fleet.begin(setups, self.position.journals)
         except BaseException:  # the processes were borrowed: they go back in any case
             fleet.release(busy=True)

@@ -41,11 +41,6 @@ class SamplerFailed:
 
 
 @dataclass(slots=True)
-class DrawsPutOff:
-    """The sampler must not be read early any more: from here on the window is torch's."""
-
-
-@dataclass(slots=True)
 class TaskDone:
     """A worker answered this task, with a batch or with the user's exception.
 
@@ -53,26 +48,11 @@ class TaskDone:
         task_id: that task.
         result: what it answered.
         nbytes: of the batch.
-        seconds: that the worker worked on it.
     """
 
     task_id: int
     result: Any = None
     nbytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class Limited:
-    """What each worker may have under way has changed, where the depth is automatic.
-
-    Attributes:
-        worker_bytes: of batches that are ready, in progress or kept by the program.
-        unanswered: tasks that may be unanswered, beyond torch's.
-    """
-
-    worker_bytes: float
-    unanswered: float
 
 
 @dataclass(slots=True)
@@ -119,7 +99,7 @@ class BatchTaken:
 class Closed:
     """The epoch is over for its user, finished or not.
 
-    With `resuming` the workers continue with another epoch; first they build what torch's would have been given by now.
+    With `resuming` the workers continue with another epoch; first they build the tasks that they hold, as torch's do.
     """
 
     resuming: bool = False
@@ -131,9 +111,7 @@ Event = (
     | IndicesSkipped
     | SamplerExhausted
     | SamplerFailed
-    | DrawsPutOff
     | TaskDone
-    | Limited
     | WorkerExhausted
     | WorkerLost
     | WorkerReady
@@ -164,14 +142,6 @@ class Deliver:
 
 
 @dataclass(slots=True)
-class Drop:
-    """The worker need not build its tasks from this one on, and those it has built must have no effect."""
-
-    worker_id: int
-    first_task_id: int
-
-
-@dataclass(slots=True)
 class ReplaceWorker:
     """Give the worker another process that knows what the lost one knew; then report `WorkerReady`."""
 
@@ -188,7 +158,7 @@ class Fail:
     task: Task | None
 
 
-Command = DrawIndices | Submit | Deliver | Drop | ReplaceWorker | Fail
+Command = DrawIndices | Submit | Deliver | ReplaceWorker | Fail
 
 # state before -> event -> state after; `Submit` and `Deliver` are the schedule's own steps. The picture in
 # docs/architecture.md is generated from this table.

@@ -65,35 +65,3 @@ def timed_out(timeout: float, task: str | None) -> BatchTimeoutError:
 def briefly(cause: str) -> str:
     """Of a traceback, the error at its end."""
     return cause.rstrip().splitlines()[-1] if "Traceback" in cause else cause
-
-
-_warned_of_bytes = False  # all loaders warn once
-
-
-def has_warned_of_bytes() -> bool:
-    """Whether `warn_of_bytes` was called."""
-    return _warned_of_bytes
-
-
-def warn_of_bytes(kept: int, ready: int, under_way: int, limit: int, *, automatic: bool) -> None:
-    """Tells that batches take more memory than was agreed.
-
-    Args:
-        kept: bytes of batches that the program keeps.
-        ready: bytes of batches that were not taken.
-        under_way: bytes of what the workers are building or will.
-        limit: the loader's prefetch_bytes.
-        automatic: whether the depth is, and the workers are given less because of this.
-    """
-    global _warned_of_bytes
-    _warned_of_bytes = True
-    logger.warning(
-        "rayloader: the program keeps %d MB of batches, %d MB are ready, and about %d MB are under way, where "
-        "prefetch_bytes is %d MB. %s",
-        *(kept >> 20, ready >> 20, under_way >> 20, limit >> 20),
-        "Meanwhile the workers are given no more to do than torch's would be. Drop batches once they are used, or "
-        "raise prefetch_bytes"
-        if automatic
-        else "The workers are given as many batches to build as prefetch_factor says, or torch's would be. Drop "
-        "batches once they are used, lower prefetch_factor, or raise prefetch_bytes",
-    )

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayloader.epoch.depth import Allowance, Pace
 from rayloader.epoch.messages import (
     TRANSITIONS,
     BatchTaken,
@@ -28,13 +27,10 @@ from rayloader.epoch.messages import (
     Command,
     Deliver,
     DrawIndices,
-    DrawsPutOff,
-    Drop,
     Event,
     Fail,
     IndicesDrawn,
     IndicesSkipped,
-    Limited,
     Opened,
     ReplaceWorker,
     SamplerExhausted,
@@ -57,20 +53,13 @@ from rayloader.task import ANY_WORKER, DELIVERED, GONE, LOST, OUTSTANDING, QUEUE
 # would ever be drawn. In order, a task that is left out keeps its worker's turn: for a while another worker may have
 # one more than its share, but all together never more than the window.
 #
-# NOTE [elastic]
-# If the depth is automatic, the window is as deep as the fastest worker needs (depth.py), and at least torch's.
-# When it shrinks, taken batches are not replaced until the table fits again.
-#
 # NOTE [waiting]
-# A task that is assigned waits until its worker has a process that may be given tasks (`WorkerReady`), and, if the
-# depth is automatic, until the bytes of the worker's batches leave room for one more (depth.py). A LOST task had
-# that room before: it waits for the process only. Otherwise the head could wait for room that batches behind it take,
-# because a worker's answers may be reported in any order.
+# A task that is assigned waits until its worker has a process that may be given tasks (`WorkerReady`).
 #
 # NOTE [dynamic]
 # If batches do not depend on their worker, tasks queue for any worker: the one with the fewest gets the next ones,
 # so that a slow sample delays only what its worker has been given. A worker gets this many before it has
-# answered, or as many as its pace says: the one in progress, and the next.
+# answered: the one in progress, and the next.
 AHEAD = 2
 #
 # NOTE [blame]
@@ -97,8 +86,6 @@ class _Worker:
         waiting: those that it will be given: QUEUED or LOST, in order.
         unanswered: those that it was given and has not answered: OUTSTANDING, oldest first.
         restarts: since it last finished a task.
-        pace: how deep the window should be; None: that is the user's to say.
-        allowance: how many tasks it may be given; None: all.
     """
 
     active: bool = True
@@ -107,21 +94,6 @@ class _Worker:
     waiting: deque[Task] = field(default_factory=deque)
     unanswered: deque[Task] = field(default_factory=deque)
     restarts: int = 0
-    pace: Pace | None = None
-    allowance: Allowance | None = None
-
-    @property
-    def may_be_given_more(self) -> bool:
-        """See NOTE [waiting]."""
-        if not self.ready:
-            return False
-        had_room = bool(self.waiting) and self.waiting[0].state is LOST
-        return had_room or self.allowance is None or self.allowance.allows(len(self.unanswered))
-
-    @property
-    def ahead(self) -> float:
-        """See NOTE [dynamic]."""
-        return AHEAD if self.pace is None else self.pace.ahead
 
 
 class Schedule:
@@ -129,19 +101,15 @@ class Schedule:
 
     Args:
         num_workers: number of workers, at least 1.
-        prefetch_factor: tasks per worker submitted and not yet taken by the user, at least 1; torch's if `elastic`.
+        prefetch_factor: tasks per worker submitted and not yet taken by the user, at least 1.
         in_order: deliver in task order; otherwise as tasks finish.
-        elastic: whether the window follows the workers' pace.
         dynamic: any worker may take the next task (map-style datasets only).
         max_restarts: how often in a row a worker that has not finished a task is replaced.
         first_task_id: where the epoch continues: the tasks before it are done.
         first_worker_id: which worker's turn it is.
         only_worker_id: the only worker that gets tasks; None: all do.
-        paces: of each worker, if the window is elastic or any worker may take the next task; they may know the sizes
-            and times of an earlier epoch.
 
     Attributes:
-        is_paced: whether the depth follows the workers' pace; else it is the user's to say.
         deliverable: tasks that are DELIVERED, in the order in which the user gets them.
         early: number of tasks that are READY: their batches have come before their turn.
         owed_draws: draws that were requested and not reported.
@@ -155,28 +123,17 @@ class Schedule:
         prefetch_factor: int,
         *,
         in_order: bool = True,
-        elastic: bool = False,
         dynamic: bool = False,
         max_restarts: int = 0,
         first_task_id: int = 0,
         first_worker_id: int = 0,
         only_worker_id: int | None = None,
-        paces: Sequence[Pace] = (),
     ) -> None:
         self.in_order = in_order
-        self.elastic = elastic
         self.dynamic = dynamic
-        self.is_paced = elastic or dynamic
-        self._grows = elastic  # whether the window may still grow
         self._prefetch_factor = prefetch_factor
-        self._depth = prefetch_factor  # of the window, per worker
-        self._surplus = 0  # tasks in the table beyond the window, after it shrank
         self._max_restarts = max_restarts
         self._workers = [_Worker() for _ in range(num_workers)]
-        self._most_unanswered = math.inf
-        for worker, pace in zip(self._workers, paces, strict=True) if paces else ():
-            worker.pace = pace
-            worker.allowance = Allowance(prefetch_factor, pace.worker_bytes, pace.nbytes)
         self._num_active = num_workers
         for worker_id, worker in enumerate(self._workers):
             self._set_active(worker, only_worker_id in (None, worker_id))
@@ -200,12 +157,7 @@ class Schedule:
     @property
     def window(self) -> int:
         """Tasks that may be in the table, of all workers together."""
-        return self._depth * len(self._workers)
-
-    @property
-    def torch_draws(self) -> int:
-        """How many times torch's loader would have drawn from the sampler by now."""
-        return self._prefetch_factor * len(self._workers) + self.taken
+        return self._prefetch_factor * len(self._workers)
 
     @property
     def head(self) -> Task | None:
@@ -275,9 +227,9 @@ class Schedule:
             or not undelivered
             or undelivered[0].state is not READY,
             "what is READY is counted": self.early == sum(task.state is READY for task in tasks),
-            "draws are owed, or none": self.owed_draws >= 0 and self._surplus >= 0,
+            "draws are owed, or none": self.owed_draws >= 0,
             "what is closed holds nothing": not self.closed or not (tasks or self.owed_draws),
-            "the table fits the window": len(tasks) + self.owed_draws <= self.window + self._surplus
+            "the table fits the window": len(tasks) + self.owed_draws <= self.window
             or self._sampler_exhausted
             # An exhausted worker's places are dropped, although its tasks may still wait for the head.
             or not all(worker.active for worker in self._workers),
@@ -292,7 +244,7 @@ class Schedule:
             }
             waiting = [task for task in mine if task.state in (QUEUED, LOST)]
             checks[f"worker {worker_id} waits for what is QUEUED or LOST"] = list(worker.waiting) == waiting
-            checks[f"worker {worker_id} is given what it may be"] = not (worker.waiting and worker.may_be_given_more)
+            checks[f"worker {worker_id} is given what it may be"] = not (worker.waiting and worker.ready)
             checks[f"worker {worker_id} without a process has nothing"] = worker.ready or not worker.unanswered
         for rule, holds in checks.items():
             if not holds:
@@ -305,7 +257,7 @@ class Schedule:
 
     def _open(self, event: Opened) -> list[Command]:
         self._opened = True
-        return self._draw(self.window) + self._follow_paces()
+        return self._draw(self.window)
 
     def _draw(self, count: int) -> list[Command]:
         if count <= 0 or self._sampler_exhausted or not self._num_active:
@@ -366,9 +318,9 @@ class Schedule:
         worker.active = active
 
     def _feed(self, worker: _Worker) -> list[Command]:
-        """Submits what waits for a worker, as far as it may be given more."""
+        """Submits what waits for a worker, if it has a process."""
         commands: list[Command] = []
-        while worker.waiting and worker.may_be_given_more:
+        while worker.waiting and worker.ready:
             commands.append(self._submit(worker.waiting.popleft(), worker))
         return commands
 
@@ -392,13 +344,9 @@ class Schedule:
         freest, fewest = None, math.inf
         for worker_id, worker in enumerate(self._workers):
             count = len(worker.unanswered)
-            if count < fewest and worker.active and count < worker.ahead and worker.may_be_given_more:
+            if count < fewest and worker.active and count < AHEAD and worker.ready:
                 freest, fewest = worker_id, count
         return freest
-
-    def _feed_all(self) -> list[Command]:
-        commands = [command for worker in self._workers for command in self._feed(worker)]
-        return commands + self._feed_any()
 
     def _sampler_ended(self, event: SamplerExhausted) -> list[Command]:
         self._sampler_exhausted = True
@@ -408,36 +356,6 @@ class Schedule:
     def _sampler_failed(self, event: SamplerFailed) -> list[Command]:
         self._settle_draw(event)
         return []
-
-    def _put_off(self, event: DrawsPutOff) -> list[Command]:
-        self._grows, self._depth, self.owed_draws = False, self._prefetch_factor, 0
-        self._surplus = max(0, len(self._tasks) - self.window)
-        return []
-
-    def _limited(self, event: Limited) -> list[Command]:
-        self._most_unanswered = event.unanswered
-        for worker in self._workers:
-            if worker.allowance is not None:
-                worker.allowance.nbytes = event.worker_bytes
-                self._limit(worker)
-        return self._feed_all()
-
-    def _limit(self, worker: _Worker) -> None:
-        """Where tasks under way are limited by number, a worker has as many as its pace needs, up to that number."""
-        if worker.allowance is not None:
-            limit = self._most_unanswered
-            worker.allowance.ahead = min(limit, worker.ahead) if limit < math.inf else limit
-
-    def _follow_paces(self) -> list[Command]:
-        """See NOTE [elastic]."""
-        if not self._grows:
-            return []
-        depths = [worker.pace.depth for worker in self._workers if worker.pace is not None]
-        depth = max([self._prefetch_factor, *depths])
-        self._surplus += (self._depth - depth) * self._num_active
-        self._depth = depth
-        missing, self._surplus = max(0, -self._surplus), max(0, self._surplus)
-        return self._draw(missing)
 
     # ---- delivering
 
@@ -452,11 +370,6 @@ class Schedule:
         self._move(task, TaskDone)
         worker.restarts = 0
         commands: list[Command] = self._deliver_ready() if self.in_order else [self._deliver(task)]
-        if worker.pace is not None and worker.pace.saw(event.seconds, event.nbytes):
-            self._limit(worker)
-            commands += self._follow_paces()
-        if worker.waiting:
-            commands += self._feed(worker)
         if self._queued:
             commands += self._feed_any()
         return commands
@@ -480,16 +393,9 @@ class Schedule:
         self._move(task, BatchTaken)
         self.deliverable.remove(task)  # nearly always the first
         self.taken += 1
-        worker = self._workers[task.worker_id]
-        commands = self._feed(worker) if worker.waiting else []
-        if self._queued:
-            commands += self._feed_any()
-        if self.in_order and not worker.active:
-            return commands
-        if self._surplus:
-            self._surplus -= 1
-            return commands
-        return commands + self._draw(1)
+        if self.in_order and not self._workers[task.worker_id].active:
+            return []
+        return self._draw(1)
 
     # ---- ends
 
@@ -499,8 +405,6 @@ class Schedule:
             return []
         worker_id = self._tasks[event.task_id].worker_id
         worker = self._workers[worker_id]
-        if worker.active and self._surplus:
-            self._surplus = max(0, self._surplus - max(0, worker.held - self._depth))
         self._set_active(worker, False)
         dropped = [t for t in self.outstanding if t.worker_id == worker_id and t.task_id >= event.task_id]
         for task in dropped:
@@ -539,7 +443,9 @@ class Schedule:
     def _close(self, event: Closed) -> list[Command]:
         """Works in any state, even one that Ctrl-C left half changed."""
         self._finished = self.finished
-        commands = self._end_as_torch() if event.resuming else []
+        commands: list[Command] = []
+        if event.resuming:  # as torch's, the workers build all that they were to be given; their journals have it
+            commands += [self._submit(task, worker) for worker in self._workers for task in worker.waiting]
         for task in self.tasks:
             self._move(task, Closed)
         self._queued.clear()
@@ -549,20 +455,6 @@ class Schedule:
             worker.unanswered.clear()
         self.closed = True
         self.owed_draws = 0
-        return commands
-
-    def _end_as_torch(self) -> list[Command]:
-        """Lets each worker build its tasks in the table that torch's would have been given, and no more.
-
-        Those that still wait are submitted, so that its journal has them: the worker's next process builds them.
-        """
-        commands: list[Command] = []
-        for worker_id, worker in enumerate(self._workers):
-            held = [task for task in self._tasks.values() if task.worker_id == worker_id]
-            first = self._prefetch_factor if self.elastic else len(held)
-            commands += [self._submit(task, worker) for task in held[:first] if task.state in (QUEUED, LOST)]
-            if len(held) > first:
-                commands.append(Drop(worker_id, held[first].task_id))
         return commands
 
     def _move(self, task: Task, step: type) -> None:
@@ -579,14 +471,9 @@ class Schedule:
                 f"{', '.join(past.__name__ for past in task.steps) or 'nothing'}; {self._history()}"
             ) from None
         task.steps.append(step)
-        worker = None if task.worker_id == ANY_WORKER else self._workers[task.worker_id]
-        if state is READY and worker is not None and worker.allowance is not None:
-            worker.allowance.answered(task.nbytes)
-        elif state is GONE:
-            if worker is not None:
-                worker.held -= 1
-                if worker.allowance is not None and before in (READY, DELIVERED):
-                    worker.allowance.gone(task.nbytes)
+        if state is GONE:
+            if task.worker_id != ANY_WORKER:
+                self._workers[task.worker_id].held -= 1
             task.result = None
             del self._tasks[task.task_id]
         self.early += (state is READY) - (before is READY)
@@ -607,9 +494,7 @@ _HANDLERS: dict[type, Callable[[Schedule, Any], list[Command]]] = {
     IndicesSkipped: Schedule._skip,
     SamplerExhausted: Schedule._sampler_ended,
     SamplerFailed: Schedule._sampler_failed,
-    DrawsPutOff: Schedule._put_off,
     TaskDone: Schedule._done,
-    Limited: Schedule._limited,
     WorkerExhausted: Schedule._worker_exhausted,
     WorkerLost: Schedule._worker_lost,
     WorkerReady: Schedule._worker_ready,

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from rayloader.frameworks import adopted
 from rayloader.frameworks.rebuilt import check_dispatch
 from rayloader.loader import DataLoader, WorkerCount, lost_state
-from rayloader.options import AutomaticPrefetch, OwnArguments
+from rayloader.options import OwnArguments
 from rayloader.resume.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -120,8 +120,6 @@ def _replace_constructor(loader_class: type) -> None:
             return
         adopted.adopt(loader, own)
         before(loader, *args, **kwargs)
-        if kwargs.get("prefetch_factor") is None and loader.prefetch_factor is not None:
-            loader.prefetch_factor = AutomaticPrefetch(loader.prefetch_factor)
 
     loader_class.__init__ = make_ours  # type: ignore[misc]
     _constructors[loader_class] = before, make_ours

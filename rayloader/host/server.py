@@ -60,8 +60,6 @@ class Hosting:
         self._at_work: HostedWorker | None = None  # the active one, whose generators are the process's
         self._line: Line | None = None
         self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
-        # Of the calls after the first number and up to the second, the tasks from the third on are cancelled.
-        self._dropped = 0, 0, 0
         # For `Answer.spent`, perf_counter() or seconds.
         self._looked = 0.0  # when the line was checked last
         self._free_since = 0.0  # when it had finished all its calls
@@ -161,7 +159,7 @@ class Hosting:
         """A worker rebuilds batches; see `HostedWorker.replay`."""
         worker, began = self._active(worker_id), time.perf_counter()
         again = [BuildOrder(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
-        return self._completed(worker.replay(again, self.is_dropped) or Answer(-1, ResultKind.REBUILT), worker, began)
+        return self._completed(worker.replay(again, self.is_unwanted) or Answer(-1, ResultKind.REBUILT), worker, began)
 
     def _completed(self, answer: Answer, worker: HostedWorker, began: float) -> Answer:
         """The answer to a call that began at that time, with the news of worker and lane."""
@@ -234,13 +232,13 @@ class Hosting:
             self.remove(worker_id)
 
     def _do(self, kind: int, worker_id: int, call: int, *arguments: Any) -> Answer | None:
-        """Carries out a call that came over the line; None if it was cancelled."""
+        """Carries out a call that came over the line; None if nobody waits for it."""
         if kind == Down.REPLAY:
             (tasks,) = arguments
             return self.replay(worker_id, call, tasks)
         task_id, indices, room = arguments
-        arena = self._lane.open(room)  # it brings news of the arena, even if the task is cancelled
-        if self.is_dropped(call, task_id):
+        arena = self._lane.open(room)  # it brings news of the arena, even if nobody waits for the batch
+        if self.is_unwanted():
             return None
         return self.run(worker_id, BuildOrder(call, task_id, indices), arena)
 
@@ -264,18 +262,11 @@ class Hosting:
 
     def take_in(self, messages: list[Any]) -> None:
         """Takes what has come over the line, or comes before it."""
-        for message in map(unpack, messages):
-            if message[0] == Down.DROP:
-                self._dropped = message[1:]
-            else:
-                self._calls.append(message)
+        self._calls.extend(map(unpack, messages))
 
-    def is_dropped(self, call: int, task_id: int) -> bool:
-        """Whether this task, which came with this call, was cancelled."""
-        after_call, up_to_call, from_task = self._dropped
-        return (after_call < call <= up_to_call and task_id >= from_task) or (
-            self._line is not None and self._line.ended and self._line.hung_up
-        )
+    def is_unwanted(self) -> bool:
+        """Whether nobody waits for an answer over the line any more."""
+        return self._line is not None and self._line.ended and self._line.hung_up
 
     def hang_up(self) -> None:
         """Ends the line, and drops the calls that came over it."""

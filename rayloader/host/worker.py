@@ -31,7 +31,7 @@ from rayloader.host.whole_batches import SELECTS, whole_batch
 from rayloader.protocol import ENDS, Answer, Replica, ResultKind, Setup, carried, pack_spent
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators
-from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
+from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.digest import chain, digest, of_error
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, end_again, has_state, load_state
@@ -104,7 +104,6 @@ class HostedWorker:
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
         self._recorder = SnapshotTaker(None, self._generators, RandomState.capture([]))
         self._left: deque[BuildOrder] = deque()  # not begun, oldest first
-        self._rewind: Rewind | None = None
         # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
         self._began = self._fetched = self._collated = 0.0
 
@@ -129,8 +128,6 @@ class HostedWorker:
                 loaded.worker_init_fn(self._setup.worker_id)
             _compat_datasets.begins(self._dataset)
             self._recorder = SnapshotTaker(self._dataset, self._generators, seeded)
-            if self._setup.max_undone:
-                self._rewind = Rewind(self._setup.max_undone, self._generators.given)
             if state is None:
                 self._create_fetcher()
             else:
@@ -277,15 +274,11 @@ class HostedWorker:
         """
         self._read_on(math.inf)
         while self._left:
-            task = self._left.popleft()
-            if resumed.undo_from is None or task.task_id < resumed.undo_from:
-                result = self._do(task, None)
-                if result.kind in ENDS:  # this call has no other way to say so
-                    sys.exit(result.text)
+            result = self._do(self._left.popleft(), None)
+            if result.kind in ENDS:  # this call has no other way to say so
+                sys.exit(result.text)
         if self._recorder.loaded is not None and (self._exhausted or getattr(self._fetcher, "ended", False)):
             self._end_again(self._recorder.loaded)
-        if self._rewind is not None:
-            self._rewind.undo_from(resumed.undo_from)
         self._epoch, self._exhausted, self._end_is_told = resumed.epoch, False, False
         self._tasks, self._last_task, self._digest = 0, -1, 0
         if self._unrestored and self._failure is not None:
@@ -315,7 +308,7 @@ class HostedWorker:
                 return replace(result, task_id=task.task_id)
         return self._do(task, arena)
 
-    def replay(self, tasks: list[BuildOrder], dropped: Callable[[int, int], bool]) -> Answer | None:
+    def replay(self, tasks: list[BuildOrder], is_unwanted: Callable[[], bool]) -> Answer | None:
         """Rebuilds tasks for a limited time, and keeps the rest. Returns only a result that ends the process."""
         self._left.extend(tasks)
         self._unrestored |= self._failure is not None
@@ -325,7 +318,7 @@ class HostedWorker:
             return None
         while self._left:
             task = self._left.popleft()
-            if dropped(task.call, task.task_id):
+            if is_unwanted():
                 self._replayed += 1
                 continue
             result = self._do(task, None)
@@ -337,8 +330,6 @@ class HostedWorker:
 
     def _do(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Executes a task when it is its turn; a rebuilt batch must equal the original."""
-        if self._rewind is not None:
-            self._rewind.task_begins(task.task_id)
         result = self._build(task, arena)
         self._replayed += task.again
         if task.digest in (None, result.digest) or self._failure is not None or result.kind in ENDS:

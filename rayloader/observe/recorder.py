@@ -162,7 +162,7 @@ class Tally:
     Args:
         num_workers: how many workers build its batches.
         processes: how many processes host them.
-        depth: batches of each worker that may be under way; None if automatic.
+        depth: batches of each worker that may be under way; 0 without workers.
 
     Attributes:
         wait: seconds inside `next`.
@@ -173,7 +173,7 @@ class Tally:
         trace: the trace in progress, if any.
     """
 
-    def __init__(self, num_workers: int = 0, processes: int = 0, depth: int | None = None) -> None:
+    def __init__(self, num_workers: int = 0, processes: int = 0, depth: int = 0) -> None:
         self.processes = processes
         self.depth = depth
         self.wait, self.step = Series(), Series()
@@ -348,7 +348,7 @@ class Recorder:
         self._tallies: tuple[Tally, list[tuple[weakref.ref[object], Tally]]] = Tally(), []
         self._trace: Trace | None = None
 
-    def begins(self, iterator: object, num_workers: int, processes: int = 0, depth: int | None = None) -> Tally:
+    def begins(self, iterator: object, num_workers: int, processes: int = 0, depth: int = 0) -> Tally:
         """An iterator of the loader begins an epoch; its previous one, if any, has ended. See `Tally`."""
         past, live = self._tallies
         ended = [tally for ref, tally in live if ref() in (None, iterator)]

@@ -204,7 +204,7 @@ class LoaderStats:
     dynamic: bool = False  #: whether `scheduling="dynamic"`.
     in_order: bool = True  #: whether batches are delivered in order.
     iterable: bool = False  #: whether the dataset is iterable-style.
-    prefetch_factor: int | None = None  #: batches of each worker that may be under way; None if the depth is automatic.
+    prefetch_factor: int = 0  #: batches of each worker that may be under way; 0 without workers.
     cache: CacheStats | None = None  #: of `rayloader.cached`, if the dataset is one, or holds one.
     verdict: str = ""  #: whether the loader or the trainer is the bottleneck, and what to do, in one sentence.
 
@@ -399,14 +399,12 @@ def _held_up(stats: LoaderStats, period: Period, waits: str) -> str:
         )
     if period.restarts:
         return f"input-bound: {waits}, {idle}; workers were restarted {_count(period.restarts, 'time')} meanwhile"
-    if stats.prefetch_factor is not None:
-        return (
-            f"input-bound: {waits}, {idle}; at most {stats.prefetch_factor} batches of each are under way: a larger "
-            "prefetch_factor may help"
-        )
     if any(worker.lane == "Ray calls" for worker in period.workers):
         return f"input-bound: {waits}, {idle}; batches spend the rest of the time on their way through Ray"
-    return f"input-bound: {waits}, {idle}; the numbers do not tell why"
+    return (
+        f"input-bound: {waits}, {idle}; at most {stats.prefetch_factor} batches of each are under way: a larger "
+        "prefetch_factor may help"
+    )
 
 
 def _slow_worker(workers: tuple[WorkerStats, ...]) -> WorkerStats | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,28 +120,3 @@ def seed_torch(seed: int) -> None:
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
         (getattr(module, "manual_seed_all", None) or module.manual_seed)(seed)
-
-
-class Rewind:
-    """Remembers the random states before a worker's latest tasks, so that tasks can be undone.
-
-    Args:
-        max_tasks: how many tasks may have to be undone.
-        generators: rewound together with the global ones.
-    """
-
-    def __init__(self, max_tasks: int, generators: list[Any]) -> None:
-        self._before: deque[tuple[int, RandomState]] = deque(maxlen=max_tasks)  # by task, ascending
-        self._generators = generators
-
-    def task_begins(self, task_id: int) -> None:
-        """The next task begins; task ids ascend."""
-        before = self._before[-1][1] if self._before else None
-        self._before.append((task_id, RandomState.capture(self._generators, before)))
-
-    def undo_from(self, task_id: int | None) -> None:
-        """Rewinds the generators to before the first task from this one on, if there was any; forgets the rest."""
-        after = [state for before, state in self._before if task_id is not None and before >= task_id]
-        if after:
-            after[0].restore(self._generators)
-        self._before.clear()

@@ -27,7 +27,6 @@ class Resumed(NamedTuple):
 
     epoch: int
     shared_seed: int | None
-    undo_from: int | None
     dataset_epoch: int | None = None  # for the dataset's `set_epoch`
 
 
@@ -63,7 +62,6 @@ class Journal:
         self._before = _NOTHING  # dropped once this epoch has something to prove
         self._shared_seed: int | None = None  # of this epoch, if that is not the first
         self.begun = True  # `base` is of this epoch
-        self.rewinds = False  # tasks that the user has not taken may yet have to be undone: `state` is before them
         self.resumed: Any = None  # until the epoch's first snapshot has come: where that will come from
 
     @property
@@ -76,7 +74,7 @@ class Journal:
 
         After the end of a stream there are no tasks.
         """
-        usable = [] if self.rewinds else [s for s in self._snapshots if _is_before(s, self._last_answered)]
+        usable = [s for s in self._snapshots if _is_before(s, self._last_answered)]
         usable = [s for s in usable if not s.tells_position or s.last_task < before]
         state = usable[-1] if usable else self.base
         unproven = bool(self._before.entries) and (self._last_answered < 0 or may_be_stale(state))
@@ -122,14 +120,9 @@ class Journal:
         """The worker was given another task."""
         self._given[task.task_id] = task
 
-    def begins(self, resumed: Resumed, *, undoes: bool = True) -> None:
-        """A new epoch begins; `undoes`: tasks from `undo_from` on must have no effect."""
-        built = [number for number in self._given if resumed.undo_from is None or number < resumed.undo_from]
-        state, entries, shared_seed = self._start(before=max(built, default=-1))
-        entries = tuple(entry for entry in entries if self._has_effect(entry, resumed.undo_from))
-        if undoes and resumed.undo_from and state is not None and state.last_task >= resumed.undo_from:
-            # Another process can no longer be told what to undo.
-            state = state._replace(error="it died between an epoch that was broken off and the next")
+    def begins(self, resumed: Resumed) -> None:
+        """A new epoch begins."""
+        state, entries, shared_seed = self._start(before=max(self._given, default=-1))
         self._before = Before(state, (*entries, resumed), shared_seed)
         self._shared_seed = resumed.shared_seed
         self.begun = False
@@ -137,15 +130,6 @@ class Journal:
         self._given.clear()
         self.replay = {}
         self._last_answered = self.last_taken = -1
-
-    def _has_effect(self, entry: Task | Resumed, undo_from: int | None) -> bool:
-        """Whether it must be repeated although tasks from this one on are undone: not if it was never answered.
-
-        It may be what has ended the process, and torch's worker would not have been given it.
-        """
-        if isinstance(entry, Resumed) or undo_from is None or self._given.get(entry.task_id) is not entry:
-            return True
-        return entry.task_id < undo_from or entry.digest is not None
 
     def reached_begin(self, state: WorkerState) -> None:
         """The snapshot of the epoch's start has come, a complete one."""

@@ -6,7 +6,6 @@ Promise: only batches that were handed to the user count.
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -97,7 +96,6 @@ class Position:
 
     def _forget_epoch(self) -> None:
         self.starts: tuple[Start, ...] = ()  # each is further than the one before
-        self.drawn_by_torch = math.inf  # draws that torch's loader would have made by now, if fewer than here
         self.next_task = 0  # all tasks before it are taken
         self.next_worker = 0
         self.delivered = 0  # batches

@@ -130,8 +130,7 @@ def place_of(position: Position) -> SavedPlace:
         if errors := [start.own.error for start in position.starts if start.own.error]:
             raise StateError(f"the sampler could not save its state:\n{errors[0]}")
         kept.begin = EpochBegin(*begin)
-    draws = int(min(position._draws, position.drawn_by_torch))
-    last = max(draws, position.next_task) - 1
+    last = max(position._draws, position.next_task) - 1
     while last >= position.next_task and last not in position._checksums:
         last -= 1
     stream = position.stream
@@ -149,7 +148,7 @@ def place_of(position: Position) -> SavedPlace:
         checksum=position.checksum,
         skipped=position.skipped,
         finished=position.finished,
-        draws=draws,
+        draws=position._draws,
         drawn=last + 1,
         drawn_checksum=position._checksums.get(last, position.checksum),
     )

@@ -396,7 +396,6 @@ class HostedLoader:
         self._loader = loader = decode_replica(*opened, pipeline.carried, "loader")
         self.pinning = bool(loader.pin_memory), loader.pin_memory_device
         loader.pin_memory = False  # the consumers pin batches
-        loader.prefetch_bytes += self._kept_bytes  # which the loader counts as its user's
         self._copies = Recycled() if loader.num_workers == 0 else None
         pipeline.random.restore([])
         try:

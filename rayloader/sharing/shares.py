@@ -20,7 +20,7 @@ from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.gpu.to_device import pinned
 from rayloader.host.shard_info import ranks_told
 from rayloader.loader import DataLoader
-from rayloader.options import PREFETCH_BYTES, check_means, check_name, check_remote_args, is_whole
+from rayloader.options import check_means, check_name, check_remote_args, is_whole
 from rayloader.resume.state import State
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def share(
     consumers: int,
     name: str | None = None,
     buffer: int = 8,
-    buffer_bytes: int = PREFETCH_BYTES,
+    buffer_bytes: int = 256 << 20,
     consumer_timeout: float | None = None,
     ray_remote_args: dict[str, Any] | None = None,
 ) -> SharedLoader:

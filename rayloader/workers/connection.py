@@ -174,9 +174,6 @@ class Channel(ABC):
     # What follows is what a channel without a line needs: Ray sends calls at once, keeps their order, cannot withdraw
     # them, and receives their answers in threads of its own.
 
-    def drop(self, after_call: int, from_task: int) -> None:  # noqa: B027
-        """Cancels tasks from this one on, of the calls made after `after_call` so far, if the channel can do so."""
-
     def flush(self) -> None:  # noqa: B027
         """To be called after the last of several calls: until then they may not be sent."""
 
@@ -246,10 +243,6 @@ class LineCalls(Channel):
     def resume(self, worker_id: int, resumed: Resumed) -> None:
         self.process.calls += 1
         self._send((Down.RESUME, worker_id, self.process.calls, *resumed))
-
-    @override
-    def drop(self, after_call: int, from_task: int) -> None:
-        self._send((Down.DROP, after_call, self.process.calls, from_task))
 
 
 class Mailbox:

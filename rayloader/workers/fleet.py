@@ -56,7 +56,6 @@ class Worker:
         started: the answer to `Channel.start`.
         begun_at: when its host was told that it is this worker, time.monotonic().
         rebuilding: the rebuilding in progress, if any.
-        dropped: of the epoch that was closed, its first task that is not wanted any more, if any.
         unanswered: the tasks that it was given and has not answered, oldest first; the schedule's record of them.
     """
 
@@ -65,7 +64,6 @@ class Worker:
         "_mailbox",
         "away",
         "begun_at",
-        "dropped",
         "host",
         "journal",
         "rebuilding",
@@ -85,7 +83,6 @@ class Worker:
         self.started: Started | None = None
         self.begun_at = 0.0
         self.rebuilding: Rebuilding | None = None
-        self.dropped: int | None = None
         self.unanswered: Sequence[Task] = ()
         self._after_call = 0  # of its host: later ones are of its current epoch
 
@@ -121,13 +118,6 @@ class Worker:
         self._mailbox.to(self.host).resume(self.worker_id, resumed)
         self.journal.resumed = self.host, self.host.calls
         self._after_call = self.host.calls
-
-    def drop(self, from_task: int) -> None:
-        """Cancels its tasks of this epoch from this one on, of those that it was given so far.
-
-        Tasks of the previous epoch that it rebuilds have numbers of their own, and are not cancelled.
-        """
-        self._mailbox.to(self.host).drop(self._after_call, from_task)
 
     def hurry(self) -> None:
         """Tells its host that another process will soon be this worker."""
@@ -266,7 +256,6 @@ class Fleet:
         workers = self.hosted_by(process)
         for worker in workers:
             if not worker.away:
-                self.drop(worker, from_task=0)
                 worker.leave()
                 worker.away = True
         return workers
@@ -319,11 +308,6 @@ class Fleet:
                 worker.host.lane.accelerator = self._accelerator
                 self.mailbox.add(self.processes.channel(worker.host, self.mailbox))
             worker.begin(source)
-
-    def drop(self, worker: Worker, from_task: int) -> None:
-        """`Worker.drop`; workers that share a process are not told: their calls have one sequence of numbers."""
-        if worker.host in self.mailbox and len(self.hosted_by(worker.host)) == 1:
-            worker.drop(from_task)
 
     # ---- which process hosts each worker
 

@@ -191,7 +191,7 @@ def invented(choice: random.Random) -> Story:
     options = {
         "batch_size": choice.choice([1, 1, 3]),
         "num_workers": choice.choice([1, 2, 3]),
-        "prefetch_factor": choice.choice([None, None, 1, 2]),
+        "prefetch_factor": choice.choice([9, 2, 1, 2]),
         "persistent_workers": choice.random() < 0.7,
         "max_worker_restarts": 50,
     }

@@ -488,8 +488,7 @@ add(
 add("loop_reseeds", "2", shuffled_noise, script=scripts.reseed_between_batches)
 add("prefetch_deep", "2", partial(shuffled_noise, prefetch_factor=20))
 
-# What the loop changes of a sampler in mid-epoch; long epochs, so that much is drawn early where that may be. With
-# automatic depth a change that shows is an error: see `test_depth.py`.
+# What the loop changes of a sampler in mid-epoch.
 
 CHANGED_SIZES = scripts.change_while_drawing((20, scripts.set_batch_size(7)), (25, scripts.set_batch_size(2)))
 

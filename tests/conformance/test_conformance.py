@@ -3,12 +3,9 @@
 Torch's side runs once, in a process of its own that has no Ray in it (reference.py; conftest.py starts it before the
 first test of the session); ours runs here, on warm actors and on forks.
 Batches come from actors through Ray's object store in a third of the cases, from actors through arenas, however small
-they are, in another, and from forks in the third; as many tasks of a worker are under way as torch has, many, or as
-many as is automatic. A full run takes each case all these ways, and by TCP.
+they are, in another, and from forks in the third. A full run takes each case all these ways, and by TCP.
 `pytest tests/conformance --against=torch` puts torch's loader in the place of ours, to prove the cases deterministic.
 """
-
-import itertools
 
 import pytest
 import torch.utils.data
@@ -18,8 +15,6 @@ from conformance_record import first_difference, record
 from conformance_side import Records
 from rayloader.actors import actors
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
-from rayloader.epoch.depth import Pace
-from rayloader.epoch.schedule import Schedule
 from rayloader.transport import lanes
 from rayloader.workers import ray_use
 from rayloader.workers.forks import ForkCalls
@@ -42,26 +37,21 @@ def loader_class(request):
 # were on another machine; "fork" from forks of this process.
 LANES = {"store": "0", "arena": "1", "tcp": "1", "fork": "1"}
 ALWAYS = "store", "arena", "fork"  # not in full runs only
-# How many tasks of a worker are under way where the depth is automatic; None: as many as should be.
-DEPTHS = {"torchs": 0, "deep": 9, "automatic": None}
-WAYS = list(itertools.product(ALWAYS, DEPTHS))
 
 
 def in_all_ways():
     """Each case in one way, in turn, and in all others in a full run; without workers there is no way."""
     for number, case in enumerate(CASES):
         if case.name.endswith("-w0"):
-            yield pytest.param(case, "store", "torchs", id=case.name, marks=pytest.mark.full if case.full else ())
+            yield pytest.param(case, "store", id=case.name, marks=pytest.mark.full if case.full else ())
             continue
-        ways = [way for way in WAYS if case.actors is not None or way[0] == "fork"]
-        for place, (lane, depth) in enumerate(ways):
+        ways = [way for way in ALWAYS if case.actors is not None or way == "fork"]
+        for place, lane in enumerate(ways):
             marks = () if number % len(ways) == place and not case.full else pytest.mark.full
-            yield pytest.param(case, lane, depth, id=f"{case.name}-{lane}-{depth}", marks=marks)
+            yield pytest.param(case, lane, id=f"{case.name}-{lane}", marks=marks)
         if case.actors is None:
             continue
-        depth = list(DEPTHS)[number % len(DEPTHS)]
-        marks = () if case.name == FRESH else pytest.mark.full
-        yield pytest.param(case, "tcp", depth, id=f"{case.name}-tcp-{depth}", marks=marks)
+        yield pytest.param(case, "tcp", id=f"{case.name}-tcp", marks=() if case.name == FRESH else pytest.mark.full)
 
 
 @pytest.fixture
@@ -74,22 +64,8 @@ def lane(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture
-def depth(request, monkeypatch):
-    """How deep the loaders of this test prefetch."""
-    places = DEPTHS[request.param]
-    if places is not None:
-        monkeypatch.setattr(Pace, "saw", lambda pace, *_: fix_depth(pace, places))
-    return request.param
-
-
-def fix_depth(pace, depth):
-    before, pace.depth, pace.ahead = pace.depth, depth, depth + 1
-    return before != depth
-
-
-@pytest.mark.parametrize(("case", "lane", "depth"), list(in_all_ways()), indirect=["lane", "depth"])
-def test_same_as_torch(case, lane, depth, reference, loader_class):
+@pytest.mark.parametrize(("case", "lane"), list(in_all_ways()), indirect=["lane"])
+def test_same_as_torch(case, lane, reference, loader_class):
     is_ours = loader_class is not torch.utils.data.DataLoader
     spawned = is_ours and lane != "fork" and case.actors == "spawn"
     expected = reference[SPAWNED.format(case.name) if spawned else case.name]
@@ -120,24 +96,6 @@ def test_the_lanes_are_those_that_are_named(lane, loader_class, request, monkeyp
             "tcp": {(TcpCalls, False)},
         }
         assert used == channels[lane]
-
-
-@pytest.mark.parametrize("depth", DEPTHS, indirect=True)
-def test_the_depth_is_what_is_said(depth, loader_class, request, monkeypatch):
-    depths = []
-    handle = Schedule.handle
-
-    def noting(self, event):
-        commands = handle(self, event)
-        depths.append(len(self.tasks) / 2)
-        return commands
-
-    monkeypatch.setattr(Schedule, "handle", noting)
-    batches = list(loader_class(torch.arange(400), 2, num_workers=2))
-    assert len(batches) == 200
-    if request.config.getoption("--against") == "rayloader":
-        expected = {"torchs": 2, "deep": 9}
-        assert max(depths) == expected[depth] if depth in expected else max(depths) > 2
 
 
 @pytest.mark.full

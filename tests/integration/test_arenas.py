@@ -119,10 +119,9 @@ def test_batches_are_torchs_and_not_copied_epoch_after_epoch(persistent):
         assert all(placed)
 
 
-def test_batches_of_one_worker_outlive_each_other(depth_of):
-    depth_of(18)
+def test_batches_of_one_worker_outlive_each_other():
     held, addresses = {}, set()
-    for number, batch in enumerate(batches_of(240, prefetch_factor=None)):
+    for number, batch in enumerate(batches_of(240, prefetch_factor=18)):
         assert same(batch, expected(number))
         if number % 48 == 5:
             held[number] = batch

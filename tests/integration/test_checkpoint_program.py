@@ -198,11 +198,11 @@ SAMPLED = SetsTheEpoch, SeedsEachEpoch, SeedsItsGenerator, CountsInItsSampler, C
 
 
 def options():
-    """Persistent workers or not, and automatic depth or torch's; for some programs a sample has one of the four."""
+    """Persistent workers or not, and a deep window or torch's; for some programs a sample has one of the four."""
     for number, program in enumerate(PROGRAMS):
-        for place, (persistent, depth) in enumerate(itertools.product([True, False], [None, 2])):
+        for place, (persistent, depth) in enumerate(itertools.product([True, False], [9, 2])):
             given = {"persistent_workers": persistent, "prefetch_factor": depth}
-            name = f"{program.__name__}{'-persistent' if persistent else ''}{'-torch' if depth else ''}"
+            name = f"{program.__name__}{'-persistent' if persistent else ''}{'-deep' if depth > 2 else ''}"
             yield pytest.param(
                 program, given, id=name, marks=() if place == number % 4 and program in SAMPLED else pytest.mark.full
             )

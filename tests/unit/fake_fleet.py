@@ -64,16 +64,10 @@ class Hosted:
     rebuilt: int = 0
     to_rebuild: int = 0
     left: deque[Task] = field(default_factory=deque)  # to be rebuilt
-    past: dict[int, int] = field(default_factory=dict)  # `position` before each task of the epoch
 
     @property
     def state(self) -> WorkerState:
         return WorkerState(self.epoch, self.tasks, self.last_task, digest=self.position)
-
-    def undo(self, from_task: int | None) -> None:
-        undone = [task_id for task_id in self.past if from_task is not None and task_id >= from_task]
-        if undone:
-            self.position = self.past[min(undone)]
 
 
 class Process:
@@ -98,7 +92,6 @@ class Process:
         self.hosted: dict[int, Hosted] = {}
         self.queue: list[tuple[Any, ...]] = []  # not flushed
         self.inbox: deque[tuple[Any, ...]] = deque()
-        self.dropped = 0, 0, 0
         self.exits_at: set[tuple[int, int]] = set()  # epochs and tasks that end it, each once
         self.has_exited = False  # it goes on until it is killed; nothing that it builds counts
         self.log: list[tuple[Any, ...]] = []  # what it was told, in order
@@ -167,9 +160,6 @@ class Process:
         self.calls += 1
         self._tell("resume", worker_id, resumed)
 
-    def drop(self, after_call: int, from_task: int) -> None:
-        self._tell("drop", after_call, from_task, self.calls)
-
     def leave(self, worker_id: int) -> None:
         self._tell("leave", worker_id)
         self._call_of_its_own()
@@ -191,7 +181,7 @@ class Process:
 
     @property
     def can_work(self) -> bool:
-        return self.address is not None and any(kind != "drop" for kind, *_ in self.inbox)
+        return self.address is not None and bool(self.inbox)
 
     def work(self, count: int = 1) -> int:
         """Carries out calls until it has sent so many answers; returns how many it has sent."""
@@ -202,19 +192,11 @@ class Process:
 
     def step(self) -> bool:
         """Carries out one call; returns whether it has sent an answer."""
-        for message in [message for message in self.inbox if message[0] == "drop"]:  # it looks at these first
-            _, _, after_call, from_task, up_to_call = message
-            self.dropped = after_call, up_to_call, from_task
-            self.inbox.remove(message)
         kind, call, *content = self.inbox.popleft()
         answer = getattr(self, f"_do_{kind}")(call, *content)
         if answer is not None:
             self.fleet.mail.append((self, answer))
         return answer is not None
-
-    def _is_dropped(self, call: int, task_id: int) -> bool:
-        after_call, up_to_call, from_task = self.dropped
-        return after_call < call <= up_to_call and task_id >= from_task
 
     def _do_start(self, call: int, worker_id: int, state: WorkerState | None, answer: Any) -> None:
         self.hosted[worker_id] = hosted = Hosted(worker_id)
@@ -227,8 +209,6 @@ class Process:
         self.hosted.pop(worker_id, None)
 
     def _do_run(self, call: int, worker_id: int, task_id: int, indices: Any) -> tuple[Any, ...] | None:
-        if self._is_dropped(call, task_id):
-            return None
         hosted = self.hosted[worker_id]
         while hosted.left:
             if (ends := self._rebuild(hosted, *hosted.left.popleft())) is not None:
@@ -244,7 +224,6 @@ class Process:
         fleet = self.fleet
         if fleet.length is not None and hosted.tasks >= fleet.length(hosted.worker_id):
             return Answer(task_id, ResultKind.EXHAUSTED)
-        hosted.past[task_id] = hosted.position
         hosted.tasks, hosted.last_task = hosted.tasks + 1, task_id
         if (kind := fleet.outcome(task_id)) is not None:
             hosted.position += 1
@@ -284,24 +263,21 @@ class Process:
     def _rebuild(self, hosted: Hosted, call: int, task_id: int, indices: Any, digest: int | None) -> Answer | None:
         """Returns a result that ends the process."""
         hosted.rebuilt += 1
-        if not self._is_dropped(call, task_id):
-            result = self._build(hosted, task_id, indices)
-            if result.kind == ResultKind.EXITED:
-                return result
-            assert self.has_exited or digest in (None, result.digest), f"batch {task_id} was not rebuilt as it was"
-            self.fleet.rebuilt.append((hosted.worker_id, task_id))
+        result = self._build(hosted, task_id, indices)
+        if result.kind == ResultKind.EXITED:
+            return result
+        assert self.has_exited or digest in (None, result.digest), f"batch {task_id} was not rebuilt as it was"
+        self.fleet.rebuilt.append((hosted.worker_id, task_id))
         return None
 
     def _do_resume(self, call: int, worker_id: int, resumed: Resumed) -> tuple[Any, ...] | None:
         hosted = self.hosted[worker_id]
         for again in [*hosted.left]:
-            counts = resumed.undo_from is None or again[1] < resumed.undo_from
-            if counts and self._rebuild(hosted, *again) is not None:
+            if self._rebuild(hosted, *again) is not None:
                 self.dies()
                 return None
         hosted.left.clear()
-        hosted.undo(resumed.undo_from)
-        hosted.epoch, hosted.tasks, hosted.last_task, hosted.past = resumed.epoch, 0, -1, {}
+        hosted.epoch, hosted.tasks, hosted.last_task = resumed.epoch, 0, -1
         return Up.BEGUN, worker_id, call, tuple(hosted.state)
 
     # ---- ends
@@ -474,7 +450,6 @@ class FakeFleet:
         workers = self.hosted_by(process)
         for worker in workers:
             if not worker.away:
-                self.drop(worker, from_task=0)
                 worker.leave()
                 worker.away = True
         return workers
@@ -493,11 +468,6 @@ class FakeFleet:
                     worker.begun_at = self.clock.now
                     ready.append(worker)
         return ready
-
-    def drop(self, worker: Worker, from_task: int) -> None:
-        host: Any = worker.host
-        if host in self and len(self.hosted_by(host)) == 1:
-            worker.drop(from_task)
 
     def hosted_by(self, process: Process) -> list[Worker]:
         return [worker for worker in self.workers if worker.host is process] if process in self.hosts else []

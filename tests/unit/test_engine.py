@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import IterableDataset
 
 from fake_fleet import FakeFleet, Process
@@ -24,11 +23,8 @@ from rayloader import (
 )
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch import engine as engine_module
-from rayloader.epoch import reports
 from rayloader.epoch.ahead import AheadThread
-from rayloader.epoch.depth import Pace
-from rayloader.epoch.draws import start
-from rayloader.epoch.engine import HELD_BACK, LOOK_S, LOOKS, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, Engine
+from rayloader.epoch.engine import LOOK_S, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
 from rayloader.errors import RaySessionError
 from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
@@ -45,8 +41,6 @@ MB = 1 << 20
 PREFETCH_FACTOR = 2
 OPTIONS = Options(
     prefetch_factor=PREFETCH_FACTOR,
-    automatic_depth=False,
-    prefetch_bytes=64 * MB,
     in_order=True,
     timeout=0.0,
     seeding="worker",
@@ -73,23 +67,10 @@ class Endless(IterableDataset):  # type: ignore[type-arg]
         raise AssertionError("only workers read it")
 
 
-class Fixed(Pace):
-    """A depth that nothing changes."""
-
-    def __init__(self, worker_bytes: float, depth: int, ahead: int) -> None:
-        super().__init__(worker_bytes)
-        self._seconds.append(1.0)  # so that the size of a batch counts as known
-        self.depth, self.ahead = depth, ahead
-
-    def saw(self, seconds: float, nbytes: int) -> bool:
-        return False
-
-
 class Epoch:
     """An epoch of `length` batches, and what its user does.
 
     Args:
-        depth: automatic, and this deep.
         fleet: of an earlier epoch.
         position: of that.
         meanwhile: called at each moment between that one and this.
@@ -100,13 +81,11 @@ class Epoch:
         num_workers: int = 2,
         length: int = 12,
         *,
-        depth: int = 0,
         iterable: bool = False,
         processes: int = 0,
         sampler: Any = None,
         loader: Any = None,
         pin: Any = None,
-        rewinds: bool = False,
         before: Epoch | None = None,
         forks: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
@@ -116,35 +95,26 @@ class Epoch:
             loader = before.loader
         self.loader = loader if loader is not None else DataLoader(Endless() if iterable else range(length), 1)
         self.options = dataclasses.replace(OPTIONS, **options)
-        self.before, self.pin, self.depth, self.iterable = before, pin, depth, iterable
+        self.before, self.pin, self.iterable = before, pin, iterable
         self.drawn_after: list[int] = []  # how many batches were taken when each draw was made
         self.got: list[Any] = []
         if before is None:
             self.position = Position(Samplers(self.loader), 7, num_workers, iterable=iterable)
             self.position.begins(False)
-            for journal in self.position.journals:
-                journal.rewinds = rewinds
             self.fleet = FakeFleet(num_workers, self.position.journals, processes=processes, forks=forks)
         else:
             self.position, self.fleet = before.position, before.fleet
-        of_loader = start(self.loader._index_sampler) if depth and not iterable else iter(self.loader._index_sampler)
-        self.sampler = of_loader if depth else self._noting(sampler if sampler is not None else of_loader)
+        self.sampler = self._noting(sampler if sampler is not None else iter(self.loader._index_sampler))
         if before is not None:
             self._follow(before, meanwhile)
-        paced = depth or self.options.dynamic
         self.schedule = Schedule(
             num_workers,
             self.options.prefetch_factor,
             in_order=self.options.in_order,
-            elastic=bool(depth),
             dynamic=self.options.dynamic,
             max_restarts=self.options.max_worker_restarts,
-            paces=[
-                Fixed(self.options.prefetch_bytes / num_workers, depth, 2 if self.options.dynamic else depth)
-                for _ in range(num_workers if paced else 0)
-            ],
         )
-        self.tally = Tally(num_workers, len(self.fleet.hosts), None)
+        self.tally = Tally(num_workers, len(self.fleet.hosts), self.options.prefetch_factor)
         self.engine = Engine(
             self.fleet,  # type: ignore[arg-type]
             self.schedule,
@@ -157,17 +127,13 @@ class Epoch:
 
     def _follow(self, before: Epoch, meanwhile: Callable[[], object]) -> None:
         """The workers of an epoch are told that another begins, as by `EpochIterator`."""
-        carries_over = not self.options.dynamic
-        before.engine.close(resuming=carries_over)
+        before.engine.close(resuming=True)
         meanwhile()
         self.position.begins(True)
-        untaken = 1 + max(worker.journal.last_taken for worker in self.fleet.workers)
         for worker in self.fleet.workers:
-            resumed = Resumed(self.position.epoch, None, worker.dropped if carries_over else untaken)
-            worker.journal.begins(resumed, undoes=carries_over)
+            resumed = Resumed(self.position.epoch, None)
+            worker.journal.begins(resumed)
             if not worker.away:
-                if not carries_over:
-                    self.fleet.drop(worker, from_task=untaken)
                 worker.resume(resumed)
         meanwhile()
 
@@ -233,9 +199,6 @@ class Epoch:
             entries = worker.journal.tasks
             assert [task.task_id for task in entries if task.digest is None] == owed
             assert [task.task_id for task in entries] == sorted(task.task_id for task in entries)
-            come = [t.task_id for t in self.schedule.untaken if t.worker_id == worker.worker_id]
-            built = {task.task_id for task in entries if task.digest is not None}
-            assert self.iterable or worker.journal.rewinds is False or built >= {*come}
 
     def close(self) -> None:
         self.engine.close()
@@ -306,7 +269,7 @@ def test_without_order_whoever_is_quicker_comes_first(begin):
 
 
 def test_any_worker_takes_the_next_task_if_batches_do_not_depend_on_it(begin):
-    epoch = begin(scheduling="dynamic", length=20, depth=8).open()
+    epoch = begin(scheduling="dynamic", length=20, prefetch_factor=8).open()
     epoch.fleet.batch = lambda worker_id, epoch, position, indices: (worker_id, indices)
     for _ in range(8):  # the first worker is stuck
         epoch.work(1)
@@ -324,22 +287,6 @@ def test_indices_are_drawn_when_torch_draws_them(begin):
     epoch.take_all()
     # The place of a batch that is taken is drawn again before the user has it.
     assert epoch.drawn_after == [0] * 4 + list(range(8))
-
-
-def test_the_workers_begin_while_what_comes_later_is_drawn(begin):
-    epoch = begin(depth=6, length=40)
-    seen: list[list[int]] = []
-    draw = epoch.engine._draws.next
-
-    def noting() -> Any:
-        seen.append(epoch.given(0))
-        return draw()
-
-    epoch.engine._draws.next = noting
-    epoch.open()
-    assert seen[3] == []
-    assert seen[4] == [0, 2], "torch's first ones are sent before the rest is drawn"
-    assert epoch.given(0) == [0, 2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -394,40 +341,7 @@ def test_what_a_worker_raises_is_the_users_and_the_next_batch_follows(begin):
     assert epoch.take_all() == [expected(12)[0], *expected(12)[2:]]
 
 
-# ---- what is sent at once, and what may wait
-
-
-def taken_slowly(begin, **options):
-    """Six deep; the workers have built all that they were given."""
-    epoch = begin(depth=6, length=100, **options).open()
-    epoch.fleet.works = False
-    for worker_id in (0, 1):
-        epoch.work(worker_id, 6)
-    return epoch
-
-
-def test_tasks_wait_while_the_user_has_far_more_batches_to_take(begin):
-    epoch = taken_slowly(begin)
-    before = [len(epoch.given(n)) for n in (0, 1)]
-    held_back = 0
-    while True:
-        epoch.take()
-        if [len(epoch.given(n)) for n in (0, 1)] != before:
-            break
-        held_back += 1
-    left = len(epoch.schedule.deliverable)
-    assert held_back >= 2
-    assert HELD_BACK * held_back <= left + 1
-    assert HELD_BACK * (held_back + 1) > left
-    assert sum(len(epoch.given(n)) for n in (0, 1)) == sum(before) + held_back + 1, "all in one message"
-
-
-def test_whoever_waits_sends_first(begin):
-    epoch = taken_slowly(begin)
-    epoch.take()
-    assert epoch.engine._unsent
-    epoch.engine.receive(0.0)  # the fleet asserts that nothing is held back
-    assert not epoch.engine._unsent
+# ---- what is sent at once
 
 
 def test_what_torchs_workers_would_have_been_given_is_sent_at_once(begin):
@@ -770,45 +684,6 @@ def test_workers_whose_process_found_no_place_are_moved(begin, monkeypatch, pin)
     assert epoch.take_all() == expected(12)
 
 
-# ---- draws that were early
-
-
-class Subset:
-    """A loader over a shuffled subset that the program may change, as curricula do."""
-
-    def __init__(self) -> None:
-        from torch.utils.data import SubsetRandomSampler
-
-        self.sampler = SubsetRandomSampler(list(range(40)))
-        self.loader = DataLoader(range(40), 1, sampler=self.sampler)
-
-
-@pytest.mark.parametrize("depth", [4, 10])
-def test_indices_that_have_changed_are_an_error_when_torch_would_have_drawn_them(begin, depth):
-    subset = Subset()
-    torch.manual_seed(0)
-    epoch = begin(depth=depth, length=40, loader=subset.loader).open()
-    for worker_id in (0, 1):
-        epoch.work(worker_id, 20)
-    for _ in range(6):
-        epoch.take()
-    subset.sampler.indices = [index + 1000 for index in range(40)]
-    for _ in range(2):
-        with pytest.raises(RayloaderError, match="the sampler was changed during the epoch"):
-            epoch.take()
-    assert not epoch.engine.broken
-    assert all(batch[-1] < 1000 for batch in epoch.got)
-
-
-def test_where_the_length_has_changed_nothing_more_is_drawn_early(begin):
-    subset = Subset()
-    epoch = begin(depth=10, length=40, loader=subset.loader)
-    subset.sampler.indices.append(7)
-    epoch.open()
-    assert len(epoch.schedule.tasks) == PREFETCH_FACTOR * 2
-    assert len(epoch.take_all()) == 40, "torch's sampler has its length from its start, too"
-
-
 # ---- timeouts
 
 
@@ -898,25 +773,6 @@ def test_closing_twice_does_no_harm_and_wakes_whoever_waits(begin):
     for _ in range(2):
         epoch.engine.close()
         assert epoch.fleet.rung
-    assert [worker.dropped for worker in epoch.fleet.workers] == [None, None]
-
-
-def test_workers_that_go_on_finish_what_torchs_would_have_been_given(begin):
-    epoch = begin(depth=6, length=100, rewinds=True).open()
-    epoch.fleet.works = False
-    epoch.work(0, 2)
-    epoch.work(1, 1)
-    for _ in range(3):
-        epoch.take()
-    epoch.engine.flush()
-    epoch.engine.close(resuming=True)
-    # Taken are 0, 1 and 2; torch's workers would have been given up to 6.
-    assert [worker.dropped for worker in epoch.fleet.workers] == [8, 7]
-    for worker_id in (0, 1):
-        process = epoch.fleet.process(worker_id)
-        while process.work():
-            pass
-        assert process.hosted[worker_id].last_task in (5, 6)
 
 
 def test_what_waits_is_in_the_journal_of_a_worker_that_is_away(begin):
@@ -935,18 +791,17 @@ def stream_ends(length: int, taken: int, num_workers: int = 2, prefetch_factor: 
     return [len(range(n, drawn, num_workers)) for n in range(num_workers)]
 
 
-@pytest.mark.parametrize("depth", [0, 7])
 @pytest.mark.parametrize("taken", [0, 1, 5, 12, 30])
 @pytest.mark.parametrize("dies", ["nobody", "before", "after"])
-def test_the_next_epoch_continues_where_torchs_workers_would(begin, depth, taken, dies):
+def test_the_next_epoch_continues_where_torchs_workers_would(begin, taken, dies):
     length = 30
-    first = begin(2, length, depth=depth, rewinds=bool(depth)).open()
+    first = begin(2, length).open()
     first.fleet.random = random.Random(taken)
     for _ in range(taken):
         first.take()
     if dies == "before":
         first.fleet.process(0).dies()
-    second = begin(2, length, depth=depth, before=first).open()
+    second = begin(2, length, before=first).open()
     if dies == "after":
         second.fleet.process(0).dies()
     ends = stream_ends(length, taken)
@@ -985,17 +840,6 @@ def test_a_process_that_exits_after_the_epoch_was_closed_is_replaced_in_the_next
     assert second.take_all() == [[n % 2, 1, 2 + n // 2, n] for n in range(30)]
     assert first.fleet.killed == [process]
     assert second.schedule._kills == {}, "no task of this epoch has ended it"
-
-
-def test_a_task_that_torchs_worker_would_not_have_been_given_ends_no_process_of_the_next_epoch(begin):
-    first = begin(2, 30, depth=6, rewinds=True).open()
-    first.fleet.works = False
-    first.work(0, 3)
-    first.fleet.process(0).dies()  # at task 6; torch's worker would have tasks 0 and 2
-    second = begin(2, 30, depth=6, before=first).open()
-    second.fleet.works = True
-    assert second.take_all() == [[n % 2, 1, 2 + n // 2, n] for n in range(30)]
-    assert second.fleet.rebuilt == [(0, 0), (0, 2), (0, 4)]
 
 
 @pytest.mark.parametrize("scheduling", ["static", "dynamic"])
@@ -1092,97 +936,6 @@ def test_too_many_skipped_samples_are_an_error_and_the_batch_counts_as_given(beg
         epoch.take()
     assert epoch.position.next_task == 6
     assert not epoch.engine.broken
-
-
-# ---- bytes
-
-
-@pytest.fixture
-def silent(monkeypatch):
-    """As if nothing had been said so far."""
-    monkeypatch.setattr(reports, "_warned_of_bytes", False)
-
-
-def allowances(epoch: Epoch) -> list[float]:
-    found = [worker.allowance for worker in epoch.schedule._workers]
-    return [allowance.nbytes for allowance in found if allowance is not None]
-
-
-@pytest.mark.parametrize("most", [8, 16])
-def test_no_more_are_unanswered_than_the_fleet_says(begin, most):
-    epoch = begin(1, 200, depth=100)
-    epoch.fleet.most_unanswered = most
-    epoch.open()
-    assert len(epoch.schedule.unanswered(0)) == most
-    epoch.fleet.most_unanswered = 2 * most
-    epoch.work(0, 1)
-    assert len(epoch.schedule.unanswered(0)) == 2 * most
-    assert [batch[-1] for batch in epoch.take_all()] == list(range(200))
-
-
-def test_where_the_depth_is_the_users_nothing_waits(begin):
-    epoch = begin(1, prefetch_factor=5, prefetch_bytes=1)
-    epoch.fleet.most_unanswered = 1
-    epoch.open()
-    assert len(epoch.schedule.unanswered(0)) == 5
-    assert allowances(epoch) == []
-
-
-@pytest.mark.usefixtures("silent")
-def test_where_the_depth_is_the_users_it_is_said_once_that_more_is_held_than_was_agreed(begin, caplog):
-    epoch = begin(2, prefetch_bytes=20 * MB)
-    epoch.fleet.nbytes = lambda task_id: {0: 5 * MB, 1: 2 * MB}.get(task_id, 2 * MB)
-    epoch.fleet.works = False
-    epoch.open()
-    epoch.work(1, 1)
-    epoch.work(0, 1)
-    engine = epoch.engine
-    ready = {task.task_id: task.nbytes for task in epoch.schedule.untaken}
-    assert ready == {0: 5 * MB, 1: 2 * MB}
-    # Each has one task that is not built: of 2 MB, as the batch that was given.
-    epoch.fleet.leased_bytes = 3 * MB
-    engine._note_given(2 * MB)
-    assert not caplog.records, "14 MB in all are less than was agreed"
-    epoch.fleet.leased_bytes = 9 * MB
-    for _ in range(2):
-        engine._note_given(2 * MB)
-    (record,) = caplog.records
-    assert "keeps 9 MB of batches, 7 MB are ready, and about 4 MB are under way" in record.getMessage()
-    assert "as prefetch_factor says" in record.getMessage()
-
-
-@pytest.mark.usefixtures("silent")
-def test_what_the_program_keeps_is_taken_off_and_given_back(begin, caplog):
-    epoch = begin(2, depth=8, length=100, prefetch_bytes=10 * MB)
-    epoch.open()
-    engine = epoch.engine
-    assert set(allowances(epoch)) == {5.0 * MB}
-    epoch.fleet.leased_bytes = 4 * MB
-    engine._note_given(1000)
-    assert set(allowances(epoch)) == {5.0 * MB}, "it is not looked at for each batch"
-    engine._note_given(MB)
-    assert set(allowances(epoch)) == {3.0 * MB}
-    for kept in (10 * MB, 28 * MB):
-        epoch.fleet.leased_bytes = kept
-        engine._note_given(MB)
-        assert set(allowances(epoch)) == {0.0}
-    (record,) = caplog.records
-    assert "keeps 10 MB of batches" in record.getMessage()
-    assert "no more to do than torch's would be" in record.getMessage()
-    epoch.fleet.leased_bytes = 0
-    engine._note_given(MB)
-    assert set(allowances(epoch)) == {5.0 * MB}
-
-
-def test_what_the_program_keeps_is_looked_at_so_many_times(begin):
-    epoch = begin(2, depth=8, length=400, prefetch_bytes=10 * MB)
-    epoch.fleet.nbytes = lambda task_id: 10 * MB // 100
-    looks = []
-    epoch.open()
-    limits = epoch.engine._tell_limits
-    epoch.engine._tell_limits = lambda: (looks.append(len(epoch.got)), limits())
-    epoch.take_all()  # four times as many bytes as are agreed
-    assert LOOKS * 4 * 0.8 <= len(looks) <= LOOKS * 4
 
 
 # ---- the thread that works ahead
@@ -1365,14 +1118,12 @@ class Story:
         self.begin = begin
         self.num_workers = rng.choice([1, 2, 3, 4])
         self.kind = kind = rng.choice(["map", "map", "stream", "dynamic"])
-        self.depth = rng.choice([0, 0, 4, 9]) if kind != "stream" else 0
-        self.in_order = self.depth > 0 or rng.random() < 0.8
-        self.prefetch_factor = rng.choice([1, PREFETCH_FACTOR, PREFETCH_FACTOR])
+        self.in_order = rng.random() < 0.8
+        self.prefetch_factor = rng.choice([1, PREFETCH_FACTOR, PREFETCH_FACTOR, 9])
         self.lengths = [rng.choice([0, 1, 5, 12]) for _ in range(self.num_workers)]  # of streams
         self.length = sum(self.lengths) if kind == "stream" else rng.choice([1, 7, 30, 60])
         forks = rng.random() < 0.6
         self.options = {
-            "depth": self.depth,
             "iterable": kind == "stream",
             "in_order": self.in_order,
             "prefetch_factor": self.prefetch_factor,
@@ -1383,7 +1134,6 @@ class Story:
         self.epoch = begin(
             self.num_workers,
             self.length,
-            rewinds=self.depth > 0 and kind != "dynamic",
             processes=self.num_workers if forks else rng.randint(1, self.num_workers),
             forks=forks,
             **self.options,

@@ -24,7 +24,7 @@ from rayloader.errors import OfOneProcess
 from rayloader.frameworks import adopted, rebuilt
 from rayloader.loader import WorkerCount
 from rayloader.observe.recorder import Recorder
-from rayloader.options import AutomaticPrefetch, OwnArguments
+from rayloader.options import OwnArguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata's constructor calls
 
@@ -255,14 +255,6 @@ def test_their_iterators_have_the_arguments_of_the_patch():
         next(iter(anew))
     with rayloader.patch(scheduling="dynamic", seeding="batch"), pytest.raises(ValueError, match="IterableDataset"):
         iter(Derived(Stream()))
-
-
-def test_automatic_depth_is_theirs_unless_they_have_one():
-    with rayloader.patch():
-        depths = [Derived(DATASET, num_workers=1, **given).prefetch_factor for given in ({}, {"prefetch_factor": 2})]
-        assert depths == [2, 2]
-        assert [isinstance(depth, AutomaticPrefetch) for depth in depths] == [True, False]
-        assert Derived(DATASET).prefetch_factor is None
 
 
 def test_what_others_make_torchs_iterators_of_gets_ours_while_a_patch_is_in_force(made):

@@ -21,7 +21,6 @@ SETUP = Setup(
     skip_errors=False,
     ranks=None,
     persistent=True,
-    max_undone=0,
 )
 
 
@@ -31,4 +30,4 @@ def test_what_exits_while_earlier_batches_are_built_again_for_the_next_epoch_end
     worker._left.append(BuildOrder(1, 7, (), again=True))
     monkeypatch.setattr(worker, "_do", lambda task, arena: Answer(task.task_id, ResultKind.EXITED, text="as planned"))
     with pytest.raises(SystemExit, match="as planned"):
-        worker.resume(Resumed(1, None, None))
+        worker.resume(Resumed(1, None))

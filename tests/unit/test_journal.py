@@ -93,7 +93,7 @@ def test_the_end_of_a_stream_counts_where_the_last_batch_has_a_snapshot_of_its_o
 
 def test_an_epoch_begins_where_the_one_before_it_was():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
-    resumed = Resumed(1, 5, None)
+    resumed = Resumed(1, 5)
     journal.begins(resumed)
     for task in tasks_of(0, 1):
         journal.given(task)
@@ -108,7 +108,7 @@ def test_an_epoch_begins_where_the_one_before_it_was():
 
 def test_the_begin_of_an_epoch_is_proven_by_a_task_of_the_one_before():
     journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
-    resumed = Resumed(1, 5, None)
+    resumed = Resumed(1, 5)
     journal.begins(resumed)
     for task in tasks_of(0, 1):
         journal.given(task)
@@ -131,23 +131,10 @@ def test_the_begin_of_an_epoch_is_proven_by_a_task_of_the_one_before():
 @pytest.mark.parametrize("state", [{"dataset": b"state"}, {"iterator": b"state"}, {"exhausted": True}])
 def test_but_not_where_the_begin_needs_no_proof(state):
     journal = journal_of(0, 1, answered=(0, 1), snapshots=(0,))
-    journal.begins(Resumed(1, None, None))
+    journal.begins(Resumed(1, None))
     journal.reached_begin(WorkerState(epoch=1, **state))
     assert at(journal) == (-1, [], [])
     assert journal.before is None
-
-
-def test_the_begin_of_an_epoch_counts_where_the_one_before_cannot_be_gone_through_again():
-    journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
-    journal.begins(Resumed(1, None, 1))
-    journal.reached_begin(WorkerState(epoch=1))
-    assert at(journal) == (-1, [], [])
-
-
-def test_what_is_to_be_undone_cannot_be_told_to_another_process():
-    journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
-    journal.begins(Resumed(1, None, 1))
-    assert journal.state.error
 
 
 # ---- streams with a state, which may be stale when an epoch begins
@@ -158,7 +145,7 @@ STREAM = {"dataset": b"state", "begin": RandomState()}
 
 def test_what_may_be_stale_is_reached_by_the_epoch_before_until_a_batch_has_a_snapshot():
     journal = journal_of(0, 1, 2, answered=(0, 1), snapshots=(0, 1), **STREAM)
-    resumed = Resumed(1, None, None)
+    resumed = Resumed(1, None)
     journal.begins(resumed)
     journal.reached_begin(WorkerState(epoch=1, **STREAM))
     for task in tasks_of(0, 1):
@@ -174,7 +161,7 @@ def test_what_may_be_stale_is_reached_by_the_epoch_before_until_a_batch_has_a_sn
 
 def test_a_stream_builds_something_between_a_snapshot_and_the_next_epoch():
     journal = journal_of(0, 1, answered=(0, 1), snapshots=(0, 1), **STREAM)
-    resumed = Resumed(1, None, None)
+    resumed = Resumed(1, None)
     journal.begins(resumed)
     assert at(journal) == (0, [1, resumed], [])
 
@@ -182,7 +169,7 @@ def test_a_stream_builds_something_between_a_snapshot_and_the_next_epoch():
 def test_but_not_after_its_end():
     journal = journal_of(0, 1, answered=(0, 1), snapshots=(0,), **STREAM)
     journal.reached(WorkerState(last_task=1, exhausted=True))
-    resumed = Resumed(1, None, None)
+    resumed = Resumed(1, None)
     journal.begins(resumed)
     assert at(journal) == (1, [resumed], [])
 
@@ -193,14 +180,3 @@ def test_the_end_of_a_stream_counts_where_nothing_comes_after_the_state_that_was
     journal.reached(WorkerState(tasks=1, last_task=4, exhausted=True))
     assert journal.base.exhausted
     assert journal.state.exhausted
-
-
-def test_what_is_to_be_undone_and_was_never_answered_is_not_built_again():
-    """It may be what has ended the process. A task of the same number in the epoch before is another one."""
-    journal = journal_of(0, 2, 4, 6, answered=(0, 2))
-    journal.begins(first := Resumed(1, None, 2))
-    assert at(journal) == (None, [0, 2, first], [])
-    for task in tasks_of(0, 2, 4):
-        journal.given(task)
-    journal.begins(second := Resumed(2, None, 2))
-    assert at(journal) == (None, [0, 2, first, 0, second], [])

@@ -12,7 +12,7 @@ import torch
 
 from rayloader.random.generator_kinds import same_state, set_state, state_of
 from rayloader.random.packed import pack, unpack
-from rayloader.random.random_state import RandomState, Rewind, seed_torch
+from rayloader.random.random_state import RandomState, seed_torch
 from rayloader.random.search import search
 
 
@@ -122,49 +122,6 @@ def test_states_of_any_type_are_compared_by_their_values(a, b, same):
     assert same_state(a, b) == same_state(b, a) == same
 
 
-def run(rewind, tasks, noise):
-    """What the tasks drew, by task."""
-    drawn = {}
-    for task in tasks:
-        rewind.task_begins(task)
-        drawn[task] = draw_all() if noise(task) else None
-    return drawn
-
-
-@pytest.mark.parametrize("undo_from", [0, 2, 4, 5, 6, 8, 10, 12])
-@pytest.mark.parametrize("every", [1, 3])
-def test_tasks_are_undone(undo_from, every):
-    rewind = Rewind(100, [])
-    drawn = run(rewind, [0, 2, 4, 6, 8, 10], lambda task: task % every == 0)
-    here = picture()
-    rewind.undo_from(undo_from)
-    undone = [numbers for task, numbers in drawn.items() if task >= undo_from and numbers is not None]
-    if undone:
-        assert draw_all() == undone[0]
-    else:
-        assert here == picture()
-
-
-def test_a_normal_number_in_store_is_undone_too():
-    rewind = Rewind(100, [])
-    np.random.seed(0)
-    drawn = []
-    for task in range(6):
-        rewind.task_begins(task)
-        drawn.append(np.random.randn())  # every second one was made with the one before it
-    rewind.undo_from(3)
-    assert np.random.randn() == drawn[3]
-
-
-def test_it_begins_anew():
-    rewind = Rewind(100, [])
-    run(rewind, [0, 1], lambda task: True)
-    rewind.undo_from(None)
-    here = picture()
-    rewind.undo_from(0)
-    assert here == picture()
-
-
 class Holder:
     """Generators in attributes and containers, one of them twice, and in a circle."""
 
@@ -184,15 +141,13 @@ def numbers_of(holder):
     ]
 
 
-def test_generators_of_a_dataset_are_found_and_undone_too():
+def test_generators_of_a_dataset_are_found_and_restored():
     holder = Holder()
-    assert len(found_in(holder)) == 4
-    rewind, drawn = Rewind(10, found_in(holder)), []
-    for task in range(5):
-        rewind.task_begins(task)
-        drawn.append(numbers_of(holder))
-    rewind.undo_from(2)
-    assert numbers_of(holder) == drawn[2]
+    found = found_in(holder)
+    assert len(found) == 4
+    state, drawn = RandomState.capture(found), numbers_of(holder)
+    state.restore(found)
+    assert numbers_of(holder) == drawn
 
 
 def test_looking_for_generators_ends():

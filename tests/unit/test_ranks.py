@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
 from rayloader import DataLoader
-from rayloader.epoch.draws import may_draw_ahead
 from rayloader.loader import WorkerCount
 from rayloader.resume.ranks import Shard
 
@@ -421,13 +420,6 @@ def test_a_subclass_may_have_attributes_of_these_names():
 
 
 # ---- draw-ahead
-
-
-@pytest.mark.parametrize("make", [Draws, lambda: WeightedRandomSampler([1.0] * 30, 30)])
-def test_a_shard_may_be_asked_early(make):
-    loader = DataLoader(range(100), 4, sampler=make(), num_replicas=2, rank=0)
-    assert may_draw_ahead(loader._index_sampler)
-    assert may_draw_ahead(DataLoader(range(100), batch_sampler=Buckets(), num_replicas=2, rank=0)._index_sampler)
 
 
 def test_nothing_is_drawn_before_the_first_sample_is_asked_for():

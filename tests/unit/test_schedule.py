@@ -14,7 +14,6 @@ This changes the files, and the tests fail all the same: the difference is to be
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -23,7 +22,6 @@ from pathlib import Path
 
 import pytest
 
-from paces import StubPace
 from rayloader.epoch.messages import (
     TRANSITIONS,
     BatchTaken,
@@ -31,13 +29,10 @@ from rayloader.epoch.messages import (
     Command,
     Deliver,
     DrawIndices,
-    DrawsPutOff,
-    Drop,
     Event,
     Fail,
     IndicesDrawn,
     IndicesSkipped,
-    Limited,
     Opened,
     ReplaceWorker,
     SamplerExhausted,
@@ -63,8 +58,6 @@ def in_words(command: Command) -> str:
             return f"submit {task.task_id} ({task.indices}) to worker {task.worker_id}"
         case Deliver(task):
             return f"deliver {task.task_id}"
-        case Drop(worker_id, first_task_id):
-            return f"drop what worker {worker_id} has from {first_task_id} on"
         case ReplaceWorker(worker_id, cause):
             return f"replace worker {worker_id} ({cause})"
         case Fail(worker_id, cause, task):
@@ -92,7 +85,6 @@ class Player:
 
     def __init__(self) -> None:
         self.schedule = Schedule(1, 1)
-        self.paces: list[StubPace] = []
 
     def play(self, text: str) -> str:
         """The transcript as it really comes out."""
@@ -131,28 +123,17 @@ class Player:
         restarts: float = 0,
         task: float = 0,
         worker: float = 0,
-        bytes: float = math.inf,
-        known: float = 0,
-        depth: float = 0,
     ) -> tuple[Event, ...]:
-        """A new schedule.
-
-        `task` and `worker`: where it goes on. `bytes`: that each worker may have. `known`: bytes of a batch of an
-        earlier epoch, 0 if that is unknown; `depth`: what the workers' paces wanted in it.
-        """
-        kind = flags(words, "without-order", "elastic", "dynamic")
-        paced = kind["elastic"] or kind["dynamic"]
-        self.paces = [StubPace(bytes, known, int(depth)) for _ in range(int(workers) if paced else 0)]
+        """A new schedule; `task` and `worker`: where it goes on."""
+        kind = flags(words, "without-order", "dynamic")
         self.schedule = Schedule(
             int(workers),
             int(prefetch),
             in_order=not kind["without-order"],
-            elastic=kind["elastic"],
             dynamic=kind["dynamic"],
             max_restarts=int(restarts),
             first_task_id=int(task),
             first_worker_id=int(worker),
-            paces=self.paces,
         )
         return ()
 
@@ -174,18 +155,8 @@ class Player:
     def do_sampler_failed(self) -> list[Event]:
         return [SamplerFailed()]
 
-    def do_draws_put_off(self) -> list[Event]:
-        return [DrawsPutOff()]
-
-    def do_done(self, *tasks: str, bytes: float = 0, depth: float = 0, ahead: float = 2) -> Iterator[Event]:
-        """`depth` and `ahead`: what the worker's pace wants from then on."""
-        for task_id in map(int, tasks):
-            if self.paces and (task := {t.task_id: t for t in self.schedule.tasks}.get(task_id)) is not None:
-                self.paces[task.worker_id].wanted = int(depth), int(ahead)
-            yield TaskDone(task_id, nbytes=int(bytes))
-
-    def do_limited(self, *, bytes: float, unanswered: float = math.inf) -> list[Event]:
-        return [Limited(bytes, unanswered)]
+    def do_done(self, *tasks: str) -> list[Event]:
+        return [TaskDone(int(task)) for task in tasks]
 
     def do_exhausted(self, *tasks: str) -> list[Event]:
         return [WorkerExhausted(int(task)) for task in tasks]
@@ -212,9 +183,7 @@ class Player:
     def show_epoch(self) -> list[str]:
         s = self.schedule
         state = ("closed, " if s.closed else "") + ("finished" if s.finished else "not finished")
-        return [
-            f"window {s.window}, owed draws {s.owed_draws}, taken {s.taken}, torch's draws {s.torch_draws}, {state}"
-        ]
+        return [f"window {s.window}, owed draws {s.owed_draws}, taken {s.taken}, {state}"]
 
     def show_deliverable(self) -> list[str]:
         return [f"deliverable {' '.join(str(task.task_id) for task in self.schedule.deliverable) or 'nothing'}"]
@@ -284,7 +253,6 @@ INTERRUPTED = [
     IndicesDrawn(None),
     WorkerLost(0, "killed"),
     WorkerReady(0),
-    Limited(0, 1),
     Closed(resuming=True),
 ]
 

@@ -7,26 +7,20 @@ reported in any order. It keeps its own books of what was submitted, answered, l
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paces import StubPace
-from rayloader.epoch.depth import GROWTH
 from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
     Deliver,
     DrawIndices,
-    DrawsPutOff,
-    Drop,
     Event,
     Fail,
     IndicesDrawn,
     IndicesSkipped,
-    Limited,
     Opened,
     ReplaceWorker,
     SamplerExhausted,
@@ -37,10 +31,8 @@ from rayloader.epoch.messages import (
     WorkerLost,
     WorkerReady,
 )
-from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
+from rayloader.epoch.schedule import AHEAD, DEATHS, KILLS, Schedule
 from rayloader.task import GONE, LOST, Task
-
-BYTES = st.sampled_from([60, 100, 0, 200, 1000])  # of a worker's batches; a batch has up to 30
 
 
 @dataclasses.dataclass
@@ -49,8 +41,6 @@ class WorkerModel:
 
     Attributes:
         length: batches until it is exhausted; None: map-style.
-        pace: its pace, if it has one.
-        limit: bytes of its batches that may be under way.
         away: it has no process that may be given tasks.
         told: what it was submitted and has not answered, as the schedule has to see it.
         queue: what its process has to build, which does not know what the schedule has dropped meanwhile.
@@ -58,12 +48,9 @@ class WorkerModel:
         given: number of tasks, ever.
         restarts: since it last finished a task.
         exhausted_at: the task at which it was exhausted.
-        size: of its last batch, or as it was known before.
     """
 
     length: int | None
-    pace: StubPace | None
-    limit: float = math.inf
     away: bool = True
     told: list[int] = dataclasses.field(default_factory=list)
     queue: list[int] = dataclasses.field(default_factory=list)
@@ -71,11 +58,10 @@ class WorkerModel:
     given: int = 0
     restarts: int = 0
     exhausted_at: int | None = None
-    size: float = 0.0
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Draws, answers, takings, deaths, limits and closings in random order."""
+    """Draws, answers, takings, deaths and closings in random order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,60 +71,44 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(
         num_workers=st.integers(1, 4),
         prefetch_factor=st.integers(1, 3),
-        kind=st.sampled_from(["elastic", "elastic", "elastic dynamic", "dynamic", "plain"]),
+        dynamic=st.booleans(),
         in_order=st.booleans(),
         num_batches=st.integers(0, 60),
         lengths=st.none() | st.lists(st.integers(0, 20), min_size=4, max_size=4),
         max_restarts=st.sampled_from([0, 2, 100]),
         first=st.integers(0, 5),
         skips=st.sets(st.integers(0, 10)),
-        nbytes=BYTES,
-        known=st.sampled_from([10, 0]),
-        deep=st.sampled_from([8, 3, 0, 15]),
         late=st.sets(st.integers(0, 3)),
     )
     def open(
         self,
         num_workers,
         prefetch_factor,
-        kind,
+        dynamic,
         in_order,
         num_batches,
         lengths,
         max_restarts,
         first,
         skips,
-        nbytes,
-        known,
-        deep,
         late,
     ):
-        elastic, dynamic = "elastic" in kind, "dynamic" in kind and lengths is None
-        in_order = in_order or (elastic and not dynamic)
-        paced = elastic or dynamic
-        paces = [StubPace(nbytes, known, deep if known else 0) for _ in range(num_workers if paced else 0)]
+        dynamic = dynamic and lengths is None
         self.schedule = Schedule(
             num_workers,
             prefetch_factor,
             in_order=in_order,
-            elastic=elastic,
             dynamic=dynamic,
             max_restarts=max_restarts,
             first_task_id=first,
             first_worker_id=first % num_workers,
-            paces=paces,
         )
         self.first = self.drawn = first
         self.max_restarts = max_restarts
-        self.deepest = max([prefetch_factor, *(pace.depth for pace in paces if elastic)])
         self.iterable = lengths is not None
         self.skips = set() if self.iterable else skips
-        self.workers = [
-            WorkerModel(lengths[k] if lengths else None, paces[k] if paced else None, nbytes, size=known)
-            for k in range(num_workers)
-        ]
+        self.workers = [WorkerModel(lengths[k] if lengths else None) for k in range(num_workers)]
         self.prefetch_factor = prefetch_factor
-        self.most_unanswered = math.inf
         self.left_in_sampler = num_batches
         self.owed = 0  # draws
         self.sampler_failed = False
@@ -180,14 +150,8 @@ class AnyOrder(RuleBasedStateMachine):
         assert not worker.away, "it has no process"
         assert task.task_id not in worker.told, "it has it already"
         again = task.task_id in self.origin  # it was lost, and was allowed before
-        beyond = len(worker.told) + len(worker.ready) >= self.prefetch_factor
-        if worker.pace is not None and beyond and not again:
-            assert worker.size, "before any size is known, the worker has its first tasks only"
-            assert sum(worker.ready.values()) + GROWTH * worker.size * (len(worker.told) + 1) <= worker.limit
-            if self.most_unanswered < math.inf:
-                assert len(worker.told) < min(self.most_unanswered, worker.pace.ahead)
         if not again:
-            assert not self.schedule.dynamic or len(worker.told) < worker.pace.ahead
+            assert not self.schedule.dynamic or len(worker.told) < AHEAD
             self.origin[task.task_id] = k, worker.given
             worker.given += 1
         assert self.origin[task.task_id][0] == k, "it was another worker's"
@@ -195,8 +159,8 @@ class AnyOrder(RuleBasedStateMachine):
         worker.queue.append(task.task_id)
 
     @precondition(lambda self: self.schedule and not self.schedule.closed)
-    @rule(times=st.integers(1, 5), nbytes=st.sampled_from([10, 30, 0]), depth=st.sampled_from([8, 3, 0, 15]))
-    def go_on(self, times, nbytes, depth):
+    @rule(times=st.integers(1, 5), nbytes=st.sampled_from([10, 30, 0]))
+    def go_on(self, times, nbytes):
         """What usually happens: so random events strike in the middle of an epoch too."""
         for _ in range(times):
             self.draw_all()
@@ -204,7 +168,7 @@ class AnyOrder(RuleBasedStateMachine):
                 if worker.queue:
                     self.build_next(k)
             while self.answers:
-                self.tell(self.answers.pop(0), nbytes, (depth, 2))
+                self.tell(self.answers.pop(0), nbytes)
             if self.deliverable:
                 self.take()
 
@@ -234,16 +198,6 @@ class AnyOrder(RuleBasedStateMachine):
         self.drawn += 1
         self.act(IndicesSkipped() if self.drawn - 1 in self.skips else IndicesDrawn(None))
 
-    @precondition(lambda self: self.schedule and self.schedule.elastic and not self.iterable and self.owed)
-    @rule()
-    def put_draws_off(self):
-        """What torch would have drawn by now is drawn before; samplers of streams may always be asked early."""
-        while self.owed and self.drawn < self.schedule.torch_draws:
-            self.draw_next()
-        if self.owed:
-            self.owed = 0
-            self.act(DrawsPutOff())
-
     @precondition(lambda self: self.schedule and any(worker.queue for worker in self.workers))
     @rule(data=st.data())
     def build(self, data):
@@ -255,16 +209,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.answers.append((k, task_id, length is not None and self.origin[task_id][1] >= length))
 
     @precondition(lambda self: self.schedule and self.answers)
-    @rule(
-        data=st.data(),
-        nbytes=st.integers(0, 30),
-        wanted=st.none() | st.tuples(st.integers(0, 15), st.integers(1, 10)),
-    )
-    def answer(self, data, nbytes, wanted):
-        self.tell(self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1))), nbytes, wanted)
+    @rule(data=st.data(), nbytes=st.integers(0, 30))
+    def answer(self, data, nbytes):
+        self.tell(self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1))), nbytes)
 
-    def tell(self, answer: tuple[int, int, bool], nbytes: int, wanted: tuple[int, int] | None) -> None:
-        """`wanted`: depth and ahead."""
+    def tell(self, answer: tuple[int, int, bool], nbytes: int) -> None:
         k, task_id, exhausted = answer
         worker = self.workers[k]
         if exhausted:
@@ -278,21 +227,8 @@ class AnyOrder(RuleBasedStateMachine):
             return
         worker.told.remove(task_id)
         worker.restarts = 0
-        worker.ready[task_id], worker.size = nbytes, max(nbytes, 1)
-        if worker.pace is not None and wanted is not None:
-            worker.pace.wanted = wanted
-            self.deepest = max(self.deepest, wanted[0]) if self.schedule.elastic else self.deepest
-        self.act(TaskDone(task_id, nbytes=nbytes, seconds=task_id / 8))
-        assert worker.pace is None or worker.pace.seen[-1] == (task_id / 8, nbytes)
-
-    @precondition(lambda self: self.schedule)
-    @rule(nbytes=BYTES, unanswered=st.sampled_from([1, 2, 4, math.inf]))
-    def limit(self, nbytes, unanswered):
-        if not self.schedule.closed:
-            self.most_unanswered = unanswered
-            for worker in self.workers:
-                worker.limit = nbytes
-        self.act(Limited(nbytes, unanswered))
+        worker.ready[task_id] = nbytes
+        self.act(TaskDone(task_id, nbytes=nbytes))
 
     @precondition(lambda self: self.schedule and self.deliverable)
     @rule()
@@ -373,15 +309,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.schedule.validate()
         for k, worker in enumerate(self.workers):
             mine = [task for task in tasks if task.worker_id == k]
-            kept = mine[: self.prefetch_factor] if self.schedule.elastic else mine
             told = {
                 *worker.told,
                 *(c.task.task_id for c in commands if isinstance(c, Submit) and c.task.worker_id == k),
             }
-            dropped = [c.first_task_id for c in commands if isinstance(c, Drop) and c.worker_id == k]
             if resuming:
-                assert {task.task_id for task in kept} <= {*told, *worker.ready}, "torch's would have built it"
-            assert dropped == ([task.task_id for task in mine[len(kept) :][:1]] if resuming else [])
+                assert {task.task_id for task in mine} <= {*told, *worker.ready}, "torch's would have built it"
             worker.told, worker.ready = [], {}
         self.owed, self.deliverable = 0, []
         assert self.schedule.finished == finished
@@ -392,8 +325,8 @@ class AnyOrder(RuleBasedStateMachine):
     def the_window_holds(self):
         if self.schedule is not None:
             tasks = self.schedule.tasks
-            assert len(tasks) + self.owed <= self.deepest * len(self.workers)
-            if self.schedule.in_order and not self.schedule.elastic and not self.schedule.dynamic:
+            assert len(tasks) + self.owed <= self.prefetch_factor * len(self.workers)
+            if self.schedule.in_order and not self.schedule.dynamic:
                 for k in range(len(self.workers)):
                     mine = sum(task.worker_id == k for task in tasks)
                     assert mine <= (len(self.workers) * self.prefetch_factor if self.skips else self.prefetch_factor)
@@ -434,7 +367,7 @@ class AnyOrder(RuleBasedStateMachine):
             for k, worker in enumerate(self.workers):
                 if worker.away:
                     self.revive(k)
-            self.go_on(1, 5, 3)
+            self.go_on(1, 5)
         assert not self.deliverable
         if self.iterable:
             for k, worker in enumerate(self.workers):

@@ -48,7 +48,7 @@ def state():
     workers = (
         SavedWorker(),
         SavedWorker(
-            WorkerStart(worker_state, Before(worker_state, (told, Resumed(2, 5, None)), 6)),
+            WorkerStart(worker_state, Before(worker_state, (told, Resumed(2, 5)), 6)),
             True,
             text_of_tasks([told]) + text_of_tasks([Task(6, Drawn(codec.encode([1]), 0), digest=8)]),
         ),
@@ -96,7 +96,7 @@ def test_a_loaded_state_holds_what_the_saved_one_held(way):
     assert tasks_in(loaded.position.workers[1].replay) == [(4, 7), (6, 8)]
     told, resumed = loaded.position.workers[1].start.before.entries
     assert (told.task_id, told.indices.encoded.skeleton, told.digest) == (4, codec.encode([5, 6]).skeleton, 7)
-    assert resumed == Resumed(2, 5, None)
+    assert resumed == Resumed(2, 5)
     assert loaded.moment.epoch == 3
     assert loaded.now.equals(saved.now)
     assert loaded.mark == saved.mark

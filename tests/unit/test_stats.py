@@ -373,10 +373,6 @@ def test_the_way_through_ray_is_named():
     assert "on their way through Ray" in verdict(stats(wait=0.01, step=0.01, busy=0.4, lane="Ray calls"))
 
 
-def test_what_the_numbers_do_not_tell_is_not_said():
-    assert verdict(stats(wait=0.01, step=0.01, busy=0.4)).endswith("the numbers do not tell why")
-
-
 def test_without_workers_their_number_is_estimated():
     said = verdict(stats(wait=0.03, step=0.02, workers=0))
     assert said.startswith("input-bound: the trainer waits 60% of the time, in which it builds its batches itself")

@@ -188,7 +188,6 @@ def set_rank() -> None:
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "prefetch_bytes must be": lambda: DataLoader(range(4), prefetch_bytes=0),
     "prefetch_factor must be greater than 0": lambda: looped(prefetch_factor=0),
     "... must be a whole number >= ..., got ...; pass": lambda: looped(prefetch_factor="2"),
     "prefetch_factor must be a whole number where": lambda: looped(prefetch_factor=None),
