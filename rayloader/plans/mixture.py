@@ -11,10 +11,11 @@ import numpy as np
 from rayloader.options import is_whole
 from rayloader.plans.describe import Facts, Panel
 from rayloader.plans.inputs import Array, check_whole, shuffled, weights_of
-from rayloader.plans.plan import Order, Plan
+from rayloader.plans.plan import Latest, Order, Plan
 from rayloader.plans.shares import NEAR, Shares, Stream, block_of, rounded
 
 _RUN = 32  # samples that one rank takes in a row, see `Mixture._order`
+_AT_ONCE = 1 << 20  # samples that are made together, so that NumPy's calls cost little
 
 
 class Mixture(Plan):
@@ -69,8 +70,8 @@ class Mixture(Plan):
         self._shares = _shares_of(weights, len(self._sizes))
         self.shuffle = shuffle
         self.size = check_whole("epoch_size", self._end(stop) if epoch_size is None else epoch_size)
-        self._epochs: tuple[Any, ...] = ()  # number of an epoch, and its stream
-        self._known: dict[int, Array] = {}  # what `_before` gave
+        self._streams: Latest[int, Stream] = Latest()
+        self._known: dict[int, Array] = {}  # what `_before` gave: the same, whoever asks first
 
     def counts(self, step: int) -> Array:
         """How often each source has been read after so many samples, counted over all epochs.
@@ -79,7 +80,7 @@ class Mixture(Plan):
             int64 of shape (sources,), whose sum is `step`.
         """
         epoch, place = divmod(check_whole("step", step, 0), self.size)
-        return self._stream(epoch).counts(place)
+        return np.asarray(self._stream(epoch).counts(np.array([place]))[0])
 
     def _end(self, stop: Any) -> int:
         if stop not in ("first", "all") and not is_whole(stop):
@@ -94,10 +95,11 @@ class Mixture(Plan):
         return max(1, math.floor(min(ends) + NEAR) if stop == "first" else math.ceil(max(ends) - NEAR))
 
     def _stream(self, epoch: int) -> Stream:
-        if self._epochs[:1] != (epoch,):
-            bounds = epoch * self.size, (epoch + 1) * self.size
-            self._epochs = epoch, Stream(self._shares, *bounds, self._before(epoch), self._before(epoch + 1))
-        return self._epochs[1]  # type: ignore[no-any-return]
+        return self._streams.of(epoch, self._new_stream)
+
+    def _new_stream(self, epoch: int) -> Stream:
+        bounds = epoch * self.size, (epoch + 1) * self.size
+        return Stream(self._shares, *bounds, self._before(epoch), self._before(epoch + 1))
 
     def _before(self, epoch: int) -> Array:
         """How often each source has been read before an epoch: never less than before an earlier one.
@@ -117,27 +119,36 @@ class Mixture(Plan):
         self._known[epoch] = counts
         return counts
 
-    def _order(self, epoch: int, num_replicas: int) -> Order:
+    def _order(self, key: tuple[int, int]) -> Order:
         """The order, in which each rank takes runs of samples, and not the first run of each round again.
 
-        Shares have periods: if ranks took samples in turns, one of two might get all samples of a source.
+        Shares have periods: if ranks took samples in turns, one of two might get all samples of a source. A round is a
+        run of each rank. It has the same places in the order as in the stream, so that a part of whole rounds can be
+        made of the samples at its own places.
         """
-        stream, size, chunk = self._stream(epoch), self.size, _Chunk()
+        epoch, num_replicas = key
+        stream, size, round_size = self._stream(epoch), self.size, _RUN * num_replicas
         steps = -(-size // num_replicas)
-        whole = steps // _RUN * _RUN * num_replicas
+        total, in_rounds = steps * num_replicas, steps // _RUN * round_size
+        part_size = round_size * max(1, _AT_ONCE // round_size)
 
-        def item(place: int) -> int:
-            if place < whole and num_replicas > 1:
-                step, rank = divmod(place, num_replicas)
-                turn, run = divmod(step, _RUN)
-                place = (turn * num_replicas + (rank + turn) % num_replicas) * _RUN + run
-            place %= size  # those that fill the last step are the first ones
-            if not chunk.begin <= place < chunk.begin + len(chunk.samples):
-                chunk.begin, sources, numbers = stream.chunk(place)
-                chunk.samples = self._samples(sources, numbers).tolist()
-            return chunk.samples[place - chunk.begin]
+        def part(number: int) -> list[int]:
+            begin, end = number * part_size, min((number + 1) * part_size, total)
+            samples = self._samples(*stream.read(begin, min(end, size)))
+            if end > size:  # those that fill the last step are the first ones
+                first = self._samples(*stream.read(0, min(end - size, size)))
+                samples = np.append(samples, np.resize(first, end - size))
+            places = np.arange(begin, end)
+            step, rank = np.divmod(places, num_replicas)
+            turn, run = np.divmod(step, _RUN)
+            exchanged = (turn * num_replicas + (rank + turn) % num_replicas) * _RUN + run
+            return samples[np.where(places < in_rounds, exchanged, places) - begin].tolist()  # type: ignore[no-any-return]
 
-        return Order(item, range(steps * num_replicas))
+        def reader() -> Any:
+            parts: Latest[int, list[int]] = Latest()
+            return lambda place: parts.of(place // part_size, part)[place % part_size]
+
+        return Order(reader, range(total))
 
     def _samples(self, sources: Array, numbers: Array) -> Array:
         """The indices of samples, each the number so and so that is read of its source."""
@@ -153,9 +164,8 @@ class Mixture(Plan):
         return found
 
     def _facts(self) -> Facts:
-        begin = self.epoch * self.size
-        at = np.unique(np.linspace(begin, begin + self.size, 101).astype(np.int64))
-        counts = np.array([self.counts(step) for step in at.tolist()])
+        at = np.unique(np.linspace(0, self.size, 101).astype(np.int64))
+        counts = self._stream(self.epoch).counts(at)
         read = counts[-1] - counts[0]
         lines = {"samples": f"{self.size:,} in an epoch, of {self._sizes.sum():,} in {len(self._sizes)} sources"}
         for source, (count, size) in enumerate(zip(read.tolist(), self._sizes.tolist(), strict=True)):
@@ -170,13 +180,6 @@ class Mixture(Plan):
             Panel("How often each source was read", dict(zip(names, passes, strict=True)), at),
         ]
         return Facts(lines, panels)
-
-
-class _Chunk:
-    """Samples of an epoch side by side, from the place `begin` on."""
-
-    begin = 0
-    samples: Sequence[int] = ()
 
 
 def _size_of(number: int, source: Any) -> int:

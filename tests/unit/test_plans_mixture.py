@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayloader.plans import Mixture
+from rayloader.plans import mixture as mixture_module
 from rayloader.plans import shares as shares_module
 
 WEIGHTS = st.integers(1, 9) | st.floats(0.01, 9, allow_subnormal=False)
@@ -37,7 +38,7 @@ def furthest(sources, weights):
 @pytest.fixture(params=[1, 1 << 12], ids=["short blocks", "blocks"])
 def blocks(request, monkeypatch):
     monkeypatch.setattr(shares_module, "_BLOCK", request.param * 4)
-    monkeypatch.setattr(shares_module, "_AT_ONCE", request.param * 64)
+    monkeypatch.setattr(mixture_module, "_AT_ONCE", request.param * 64)
 
 
 @given(sources=SOURCES, size=st.integers(1, 200), seed=st.integers(0, 9))
