@@ -22,10 +22,10 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from rayloader.plans.describe import Facts, text_of, write_picture
+from rayloader.plans.describe import Facts, Panel, text_of, write_picture
 from rayloader.plans.inputs import Array, check_whole, shuffled
 from rayloader.resume.ranks import Shard
-from rayloader.resume.samplers import Planned
+from rayloader.resume.samplers import Planned, batches_are_made, check_batched
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -106,6 +106,8 @@ class Plan(Planned):
         return Shard(self, num_replicas, rank, seed=self.seed, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
+        if batches_are_made():
+            check_batched(self)
         return iter(self.order_for(self.num_replicas))
 
     def __len__(self) -> int:
@@ -172,6 +174,8 @@ class Steps(NamedTuple):
 class BatchPlan(Plan):
     """A batch sampler: the batches of a step cost nearly the same in all ranks."""
 
+    gives_batches = True
+
     def __init__(self, seed: int, num_replicas: int, drop_last: bool) -> None:
         super().__init__(seed, num_replicas, drop_last)
         self._made: Latest[int, Batches] = Latest()
@@ -196,6 +200,19 @@ class BatchPlan(Plan):
         """
         costs = self._steps(self.epoch, self.num_replicas).costs
         return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
+
+    def _facts_of_steps(self) -> tuple[str, list[Panel]]:
+        """How equal the batches of a step are: a line, and a panel where there are several."""
+        balance = self.balance()
+        if self.num_replicas == 1:
+            return f"{len(balance):,} for one rank", []
+        line = (
+            f"{len(balance):,} for {self.num_replicas} ranks; the most expensive batch of a step costs "
+            f"{balance.mean():.4f} times the mean of the step on average, {balance.max():.3f} at most"
+        )
+        excess = {"steps": 100 * (balance - 1)}
+        across = "% by which its most expensive batch costs more than the mean of its batches"
+        return line, [Panel("How unequal the ranks' batches of a step are", across, "steps", excess)]
 
     def _order(self, key: tuple[int, int]) -> Order:
         begins, ends, _ = self._steps(*key)
