@@ -40,7 +40,7 @@ from rayloader.options import (
     lacking,
     target_of,
 )
-from rayloader.resume.samplers import SHARDS, chain_of, note_first_attributes, tell_epoch
+from rayloader.resume.samplers import SHARDS, chain_of, check_plans, note_first_attributes, tell_epoch
 from rayloader.task import Given
 from rayloader.workers import ray_use  # noqa: F401  # which notes forks from now on
 
@@ -362,6 +362,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if type(self.batch_sampler) in SHARDS:
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for a sampler whose epoch they set
         check(self)
+        check_plans(self)
         note_first_attributes(self)
         self._sign_num_workers()
 

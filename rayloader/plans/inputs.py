@@ -5,6 +5,7 @@ Promise: what does not make sense is an error that names the rule, the value and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,25 +60,25 @@ def lengths_of(lengths: Any, unit: str = "tokens") -> Array:
     return found
 
 
-def weights_of(weights: Any, count: int, *, zeros: bool = False) -> Array:
+def weights_of(weights: Any, names: Sequence[str], *, zeros: bool = False) -> Array:
     """Weights of sources, divided by their sum.
 
     Args:
         weights: a number for each source.
-        count: how many sources there are.
+        names: of the sources, for errors.
         zeros: whether some may be 0.
 
     Raises:
         ValueError: there are others than that.
     """
     found = np.asarray(weights, np.float64)
-    if found.shape != (count,):
-        raise ValueError(f"there must be one weight for each of the {count} sources, got {weights!r}")
+    if found.shape != (len(names),):
+        raise ValueError(f"there must be one weight for each of the {len(names)} sources, got {weights!r}")
     is_right = np.isfinite(found) & ((found >= 0) if zeros else (found > 0))
     if not is_right.all():
         at = int(np.flatnonzero(~is_right)[0])
         raise ValueError(
-            f"weights must be finite numbers above 0, and source {at} has {found[at]}; leave out a source that is not "
+            f"weights must be finite numbers above 0, and {names[at]} has {found[at]}; leave out a source that is not "
             "to be read"
         )
     if not found.any():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,10 +11,11 @@ import numpy as np
 from rayloader.options import is_whole
 from rayloader.plans.describe import Facts, Panel
 from rayloader.plans.inputs import Array, check_whole, shuffled, weights_of
-from rayloader.plans.plan import Order, Plan
+from rayloader.plans.plan import Latest, Order, Plan
 from rayloader.plans.shares import NEAR, Shares, Stream, block_of, rounded
 
 _RUN = 32  # samples that one rank takes in a row, see `Mixture._order`
+_AT_ONCE = 1 << 20  # samples that are made together, so that NumPy's calls cost little
 
 
 class Mixture(Plan):
@@ -30,10 +31,18 @@ class Mixture(Plan):
         mixture = Mixture([web, books], [0.7, 0.3])
         loader = rayloader.DataLoader(ConcatDataset([web, books]), batch_size=64, sampler=mixture)
 
+    or by names, which `describe`, errors and states have too::
+
+        sources = {"web": web, "books": books}
+        mixture = Mixture(sources, {"web": 0.7, "books": 0.3})
+        loader = rayloader.DataLoader(ConcatDataset(sources.values()), batch_size=64, sampler=mixture)
+
     Args:
-        sources: how many samples each has, or datasets with a length.
-        weights: of the sources, in any unit; or, for weights that change, pairs of the number of samples after which
-            they hold, counted over all epochs and beginning with 0, and weights, of which some may then be 0.
+        sources: how many samples each has, or datasets with a length; or a dict with these by their names, which are
+            numbered in its order.
+        weights: of the sources, in any unit, or a dict with these by the same names; or, for weights that change, pairs
+            of the number of samples after which they hold, counted over all epochs and beginning with 0, and weights,
+            of which some may then be 0.
         seed: of the random order; from 0 on.
         epoch_size: samples of an epoch. It is rounded up to a multiple of the number of ranks.
         stop: where an epoch ends without `epoch_size`: "first", when the first source is used up, "all", when all have
@@ -44,15 +53,17 @@ class Mixture(Plan):
     Attributes:
         epoch: that `iter()` gives next.
         size: samples of an epoch.
+        sources: the names of the sources, in their order, separated by commas; empty if they have none. A state has
+            them, and a warning tells of others when it is loaded.
 
     Raises:
         TypeError: a source has no length.
-        ValueError: an argument is out of range, or a source is empty.
+        ValueError: an argument is out of range, or a source is empty; or weights and sources have other names.
     """
 
     def __init__(
         self,
-        sources: Sequence[Any],
+        sources: Sequence[Any] | Mapping[str, Any],
         weights: Any,
         *,
         seed: int = 0,
@@ -62,15 +73,19 @@ class Mixture(Plan):
         num_replicas: int = 1,
     ) -> None:
         super().__init__(seed, num_replicas, drop_last=False)
-        self._sizes = np.array([_size_of(number, source) for number, source in enumerate(sources)], np.int64)
+        names = [*sources] if isinstance(sources, Mapping) else None
+        self.sources = ", ".join(map(str, names or ()))
+        self._names = [f"source {one}" for one in names or range(len(sources))]
+        given = sources.values() if isinstance(sources, Mapping) else sources
+        self._sizes = np.array([*map(_size_of, self._names, given)], np.int64)
         if not len(self._sizes):
             raise ValueError("a mixture must have at least one source, got none; pass their datasets or lengths")
         self._offsets = np.cumsum(self._sizes) - self._sizes
-        self._shares = _shares_of(weights, len(self._sizes))
+        self._shares = _shares_of(weights, names, self._names)
         self.shuffle = shuffle
         self.size = check_whole("epoch_size", self._end(stop) if epoch_size is None else epoch_size)
-        self._epochs: tuple[Any, ...] = ()  # number of an epoch, and its stream
-        self._known: dict[int, Array] = {}  # what `_before` gave
+        self._streams: Latest[int, Stream] = Latest()
+        self._known: dict[int, Array] = {}  # what `_before` gave: the same, whoever asks first
 
     def counts(self, step: int) -> Array:
         """How often each source has been read after so many samples, counted over all epochs.
@@ -79,7 +94,7 @@ class Mixture(Plan):
             int64 of shape (sources,), whose sum is `step`.
         """
         epoch, place = divmod(check_whole("step", step, 0), self.size)
-        return self._stream(epoch).counts(place)
+        return np.asarray(self._stream(epoch).counts(np.array([place]))[0])
 
     def _end(self, stop: Any) -> int:
         if stop not in ("first", "all") and not is_whole(stop):
@@ -89,15 +104,16 @@ class Mixture(Plan):
         ends = [self._shares.when(source, size) for source, size in enumerate(self._sizes.tolist())]
         if stop == "all" and not math.isfinite(max(ends)):
             raise ValueError(
-                f"source {ends.index(math.inf)} is never used up, since its last weight is 0; pass epoch_size"
+                f"{self._names[ends.index(math.inf)]} is never used up, since its last weight is 0; pass epoch_size"
             )
         return max(1, math.floor(min(ends) + NEAR) if stop == "first" else math.ceil(max(ends) - NEAR))
 
     def _stream(self, epoch: int) -> Stream:
-        if self._epochs[:1] != (epoch,):
-            bounds = epoch * self.size, (epoch + 1) * self.size
-            self._epochs = epoch, Stream(self._shares, *bounds, self._before(epoch), self._before(epoch + 1))
-        return self._epochs[1]  # type: ignore[no-any-return]
+        return self._streams.of(epoch, self._new_stream)
+
+    def _new_stream(self, epoch: int) -> Stream:
+        bounds = epoch * self.size, (epoch + 1) * self.size
+        return Stream(self._shares, *bounds, self._before(epoch), self._before(epoch + 1))
 
     def _before(self, epoch: int) -> Array:
         """How often each source has been read before an epoch: never less than before an earlier one.
@@ -117,27 +133,36 @@ class Mixture(Plan):
         self._known[epoch] = counts
         return counts
 
-    def _order(self, epoch: int, num_replicas: int) -> Order:
+    def _order(self, key: tuple[int, int]) -> Order:
         """The order, in which each rank takes runs of samples, and not the first run of each round again.
 
-        Shares have periods: if ranks took samples in turns, one of two might get all samples of a source.
+        Shares have periods: if ranks took samples in turns, one of two might get all samples of a source. A round is a
+        run of each rank. It has the same places in the order as in the stream, so that a part of whole rounds can be
+        made of the samples at its own places.
         """
-        stream, size, chunk = self._stream(epoch), self.size, _Chunk()
+        epoch, num_replicas = key
+        stream, size, round_size = self._stream(epoch), self.size, _RUN * num_replicas
         steps = -(-size // num_replicas)
-        whole = steps // _RUN * _RUN * num_replicas
+        total, in_rounds = steps * num_replicas, steps // _RUN * round_size
+        part_size = round_size * max(1, _AT_ONCE // round_size)
 
-        def item(place: int) -> int:
-            if place < whole and num_replicas > 1:
-                step, rank = divmod(place, num_replicas)
-                turn, run = divmod(step, _RUN)
-                place = (turn * num_replicas + (rank + turn) % num_replicas) * _RUN + run
-            place %= size  # those that fill the last step are the first ones
-            if not chunk.begin <= place < chunk.begin + len(chunk.samples):
-                chunk.begin, sources, numbers = stream.chunk(place)
-                chunk.samples = self._samples(sources, numbers).tolist()
-            return chunk.samples[place - chunk.begin]
+        def part(number: int) -> list[int]:
+            begin, end = number * part_size, min((number + 1) * part_size, total)
+            samples = self._samples(*stream.read(begin, min(end, size)))
+            if end > size:  # those that fill the last step are the first ones
+                first = self._samples(*stream.read(0, min(end - size, size)))
+                samples = np.append(samples, np.resize(first, end - size))
+            places = np.arange(begin, end)
+            step, rank = np.divmod(places, num_replicas)
+            turn, run = np.divmod(step, _RUN)
+            exchanged = (turn * num_replicas + (rank + turn) % num_replicas) * _RUN + run
+            return samples[np.where(places < in_rounds, exchanged, places) - begin].tolist()  # type: ignore[no-any-return]
 
-        return Order(item, range(steps * num_replicas))
+        def reader() -> Any:
+            parts: Latest[int, list[int]] = Latest()
+            return lambda place: parts.of(place // part_size, part)[place % part_size]
+
+        return Order(reader, range(total))
 
     def _samples(self, sources: Array, numbers: Array) -> Array:
         """The indices of samples, each the number so and so that is read of its source."""
@@ -153,60 +178,74 @@ class Mixture(Plan):
         return found
 
     def _facts(self) -> Facts:
-        begin = self.epoch * self.size
-        at = np.unique(np.linspace(begin, begin + self.size, 101).astype(np.int64))
-        counts = np.array([self.counts(step) for step in at.tolist()])
+        epoch, at = self.epoch, np.unique(np.linspace(0, self.size, 101).astype(np.int64))
+        counts = self._stream(epoch).counts(at)
         read = counts[-1] - counts[0]
         lines = {"samples": f"{self.size:,} in an epoch, of {self._sizes.sum():,} in {len(self._sizes)} sources"}
-        for source, (count, size) in enumerate(zip(read.tolist(), self._sizes.tolist(), strict=True)):
-            lines[f"source {source}"] = (
+        for name, count, size in zip(self._names, read.tolist(), self._sizes.tolist(), strict=True):
+            lines[name] = (
                 f"{count:,} samples, {count / self.size:.3%} of the epoch; {count / size:.3f} times its {size:,}"
             )
-        steps, passes = at[1:], (counts / self._sizes).T
-        shares = (np.diff(counts, axis=0) / np.diff(at)[:, None]).T
-        names = [f"source {source}" for source in range(len(self._sizes))]
+        wanted = np.array([self._shares.at(step) for step in (epoch * self.size + at).tolist()])
+        shares, targets = (100 * (of[1:] - of[0]).T / at[1:] for of in (counts, wanted))
+
+        def by_name(rows: Array) -> dict[str, Array]:
+            return {self._names[source]: rows[source] for source in np.argsort(-read, kind="stable").tolist()}
+
+        across, passes = "samples of the epoch that have been read", by_name((counts / self._sizes).T)
         panels = [
-            Panel("Shares", dict(zip(names, shares, strict=True)), steps),
-            Panel("How often each source was read", dict(zip(names, passes, strict=True)), at),
+            Panel("Share of each source so far", across, "% of the samples", by_name(shares), at[1:], by_name(targets)),
+            Panel("How often each source has been read, in all epochs", across, "times all its samples", passes, at),
         ]
         return Facts(lines, panels)
 
 
-class _Chunk:
-    """Samples of an epoch side by side, from the place `begin` on."""
-
-    begin = 0
-    samples: Sequence[int] = ()
-
-
-def _size_of(number: int, source: Any) -> int:
+def _size_of(name: str, source: Any) -> int:
     if isinstance(source, (int, np.integer)) and not isinstance(source, bool):
         size = int(source)
     elif hasattr(source, "__len__"):
         size = len(source)
     else:
         raise TypeError(
-            f"a source must be a number of samples or a dataset with a length, and source {number} is a "
+            f"a source must be a number of samples or a dataset with a length, and {name} is a "
             f"{type(source).__name__}; mix streams by a dataset that reads from them"
         )
     if size < 1:
-        raise ValueError(f"a source must have samples, and source {number} has {size}; leave it out")
+        raise ValueError(f"a source must have samples, and {name} has {size}; leave it out")
     return size
 
 
-def _shares_of(weights: Any, count: int) -> Shares:
-    """Checks weights, or pairs of steps and weights."""
+def _shares_of(weights: Any, keys: list[str] | None, names: list[str]) -> Shares:
+    """Checks weights, or pairs of steps and weights.
+
+    Args:
+        weights: what the user has given.
+        keys: by which weights are given; None: in the order of the sources.
+        names: of the sources, for errors.
+    """
     given = list(weights)
     changes = bool(given) and all(isinstance(one, (tuple, list)) and len(one) == 2 for one in given)
     changes = changes and all(hasattr(one[1], "__len__") for one in given)
-    pairs = given if changes else [(0, given)]
+    pairs = given if changes else [(0, weights if isinstance(weights, Mapping) else given)]
     begins = [check_whole("the step of weights", step, 0) for step, _ in pairs]
     if begins[0] != 0 or begins != sorted({*begins}):
         raise ValueError(f"weights that change must be for steps that begin with 0 and increase, got {begins}")
-    rows = np.array([weights_of(row, count, zeros=changes) for _, row in pairs])
+    ordered = [_in_order(row, keys) for _, row in pairs]
+    rows = np.array([weights_of(row, names, zeros=changes) for row in ordered])
     if not rows.any(axis=0).all():
         source = int(np.flatnonzero(~rows.any(axis=0))[0])
         raise ValueError(
-            f"each source must have a weight above 0 at some step, and source {source} has none; leave it out"
+            f"each source must have a weight above 0 at some step, and {names[source]} has none; leave it out"
         )
-    return Shares(begins, rows, [block_of(row) for _, row in pairs])
+    return Shares(begins, rows, [*map(block_of, ordered)])
+
+
+def _in_order(weights: Any, keys: list[str] | None) -> Any:
+    """The weights of sources in their order, of weights by name."""
+    named = isinstance(weights, Mapping)
+    if named != (keys is not None) or (named and {*weights} != {*(keys or ())}):
+        raise ValueError(
+            f"weights must have the names of the sources, {keys if keys is not None else 'which have none'}, got "
+            f"{weights!r}; pass both as dicts with the same keys, or both as lists"
+        )
+    return [weights[key] for key in keys] if keys is not None else weights

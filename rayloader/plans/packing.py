@@ -115,7 +115,7 @@ class Packing(BatchPlan):
         return Batches(take, bounds, held, held, np.broadcast_to(self.seq_len, len(held)))
 
     def _facts(self) -> Facts:
-        made, balance = self.batches(), self.balance()
+        made, (steps, panels) = self.batches(), self._facts_of_steps()
         long = f"{self.too_many:,} longer than {self.seq_len:,} tokens"
         how = {"skip": "left out", "truncate": "cut off", "split": "split", "error": ""}[self.too_long]
         lines = {
@@ -123,14 +123,10 @@ class Packing(BatchPlan):
             "packs": f"{len(made.tokens):,} of {self.seq_len:,} tokens",
             "efficiency": f"{self.efficiency:.3%} of the room is used by {made.tokens.sum():,} tokens",
             "left out": f"{self.left_out:,} tokens",
-            "steps": f"{len(balance):,} with num_replicas={self.num_replicas}; the fullest pack of a step has "
-            f"{balance.mean():.4f} times the mean on average, {balance.max():.3f} at most",
+            "steps": steps,
         }
-        panels = [
-            Panel("Tokens of packs", {"tokens": made.tokens}),
-            Panel("Steps: the fullest pack by the mean", {"steps": balance}),
-        ]
-        return Facts(lines, panels)
+        tokens = {"tokens": made.tokens}
+        return Facts(lines, [Panel("How full packs are", "tokens of a pack", "packs", tokens), *panels])
 
 
 def best_fit(lengths: Array, room: int) -> Array:

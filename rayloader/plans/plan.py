@@ -4,6 +4,11 @@ Promise: a plan is a function. From the same arguments, seed and epoch it gives 
 number of workers; nothing has to be saved but the epoch. It does not import Ray, and its order is made when it is first
 asked for, once an epoch.
 
+NOTE [Readers]. Several iterators and threads may read a plan at once. What is kept for the next one that asks for the
+same is a whole that never changes, with its key, and is exchanged in one step (`Latest`); what moves, such as the part
+of a mixture at which a reader is, belongs to that reader. And what is made for an epoch never asks the plan which epoch
+it is: another thread may have set the next one.
+
 NOTE [Ranks]. An order is made for a number of ranks: a step of the training is `num_replicas` items side by side, one
 for each rank, and the order is a whole number of steps. Who deals the items out is none of the plan's business: a
 loader's `num_replicas` and `rank`, `Plan.for_rank` for torch's own loader, or a framework that takes the whole order
@@ -13,26 +18,44 @@ and knows nothing of steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from rayloader.plans.describe import Facts, text_of, write_picture
+from rayloader.plans.describe import Facts, Panel, text_of, write_picture
 from rayloader.plans.inputs import Array, check_whole, shuffled
 from rayloader.resume.ranks import Shard
-from rayloader.resume.samplers import Planned
+from rayloader.resume.samplers import Planned, batches_are_made, check_batched
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Latest(Generic[_Key, _Value]):
+    """What was made last, for whoever asks for the same again; see NOTE [Readers]."""
+
+    def __init__(self) -> None:
+        self._held: tuple[_Key, _Value] | None = None
+
+    def of(self, key: _Key, make: Callable[[_Key], _Value]) -> _Value:
+        """What `make` makes from this key."""
+        held = self._held
+        if held is None or held[0] != key:
+            self._held = held = key, make(key)
+        return held[1]
 
 
 class Order(Sequence[Any]):
     """The items of an epoch, made when they are read.
 
     Args:
-        item: gives the one at a place.
+        reader: makes what gives the item at a place. Each iterator has one of its own.
         places: of the items.
     """
 
-    def __init__(self, item: Callable[[int], Any], places: range) -> None:
-        self._item, self._places = item, places
+    def __init__(self, reader: Callable[[], Callable[[int], Any]], places: range) -> None:
+        self._reader, self._places = reader, places
+        self._item = reader()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -42,10 +65,10 @@ class Order(Sequence[Any]):
     @overload
     def __getitem__(self, key: slice) -> Order: ...
     def __getitem__(self, key: int | slice) -> Any:
-        return Order(self._item, self._places[key]) if isinstance(key, slice) else self._item(self._places[key])
+        return Order(self._reader, self._places[key]) if isinstance(key, slice) else self._item(self._places[key])
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._item, self._places)
+        return map(self._reader(), self._places)
 
 
 class Plan(Planned):
@@ -64,7 +87,7 @@ class Plan(Planned):
         self.seed, self.num_replicas = check_whole("seed", seed, 0), check_whole("num_replicas", num_replicas)
         self.drop_last = drop_last
         self.epoch = 0
-        self._last: tuple[Any, ...] = ()  # number of the epoch and of ranks, and the order that was made last
+        self._ordered: Latest[tuple[int, int], Order] = Latest()
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next `iter()` gives: each has another order."""
@@ -72,10 +95,7 @@ class Plan(Planned):
 
     def order_for(self, num_replicas: int) -> Sequence[Any]:
         """All items of this epoch, made for that number of ranks: rank `r` gets `[r::num_replicas]` of it."""
-        key = self.epoch, num_replicas
-        if self._last[:2] != key:
-            self._last = (*key, self._order(*key))
-        return self._last[2]  # type: ignore[no-any-return]
+        return self._ordered.of((self.epoch, num_replicas), self._order)
 
     def for_rank(self, num_replicas: int, rank: int) -> Shard:
         """This rank's part, for loaders that deal nothing out, such as torch's: one of torch's DistributedSamplers.
@@ -86,14 +106,16 @@ class Plan(Planned):
         return Shard(self, num_replicas, rank, seed=self.seed, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self.order_for(self.num_replicas)
+        if batches_are_made():
+            check_batched(self)
+        return iter(self.order_for(self.num_replicas))
 
     def __len__(self) -> int:
         return len(self.order_for(self.num_replicas))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is made of the arguments, which other processes make themselves."""
-        return {name: () if name in ("_last", "_made") else value for name, value in vars(self).items()}
+        """Without what is made of the arguments, which copies make themselves."""
+        return {name: Latest() if isinstance(value, Latest) else value for name, value in vars(self).items()}
 
     def describe(self, picture: str | None = None) -> str:
         """What is in this epoch, in words, and on request in one picture.
@@ -109,8 +131,8 @@ class Plan(Planned):
             write_picture(facts, picture)
         return text_of(facts)
 
-    def _order(self, epoch: int, num_replicas: int) -> Order:
-        """The order of an epoch."""
+    def _order(self, key: tuple[int, int]) -> Order:
+        """The order of an epoch, for a number of ranks."""
         raise NotImplementedError
 
     def _facts(self) -> Facts:
@@ -152,9 +174,11 @@ class Steps(NamedTuple):
 class BatchPlan(Plan):
     """A batch sampler: the batches of a step cost nearly the same in all ranks."""
 
+    gives_batches = True
+
     def __init__(self, seed: int, num_replicas: int, drop_last: bool) -> None:
         super().__init__(seed, num_replicas, drop_last)
-        self._made: tuple[Any, ...] = ()  # number of the epoch, and its batches
+        self._made: Latest[int, Batches] = Latest()
 
     @property
     def sampler(self) -> BatchPlan:
@@ -163,9 +187,10 @@ class BatchPlan(Plan):
 
     def batches(self) -> Batches:
         """The batches of this epoch, in no particular order."""
-        if self._made[:1] != (self.epoch,):
-            self._made = self.epoch, self._batches(self.epoch)
-        return self._made[1]  # type: ignore[no-any-return]
+        return self._batches_of(self.epoch)
+
+    def _batches_of(self, epoch: int) -> Batches:
+        return self._made.of(epoch, self._batches)
 
     def balance(self) -> Array:
         """For each step, the cost of its most expensive batch by the mean cost of its batches: all wait for that one.
@@ -173,17 +198,30 @@ class BatchPlan(Plan):
         Returns:
             Numbers from 1 on, one a step.
         """
-        costs = self._steps(self.num_replicas).costs
+        costs = self._steps(self.epoch, self.num_replicas).costs
         return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
 
-    def _order(self, epoch: int, num_replicas: int) -> Order:
-        begins, ends, _ = self._steps(num_replicas)
-        take, begins, ends = self.batches().take, begins.ravel(), ends.ravel()
-        return Order(lambda place: take(int(begins[place]), int(ends[place])), range(len(begins)))
+    def _facts_of_steps(self) -> tuple[str, list[Panel]]:
+        """How equal the batches of a step are: a line, and a panel where there are several."""
+        balance = self.balance()
+        if self.num_replicas == 1:
+            return f"{len(balance):,} for one rank", []
+        line = (
+            f"{len(balance):,} for {self.num_replicas} ranks; the most expensive batch of a step costs "
+            f"{balance.mean():.4f} times the mean of the step on average, {balance.max():.3f} at most"
+        )
+        excess = {"steps": 100 * (balance - 1)}
+        across = "% by which its most expensive batch costs more than the mean of its batches"
+        return line, [Panel("How unequal the ranks' batches of a step are", across, "steps", excess)]
 
-    def _steps(self, num_replicas: int) -> Steps:
+    def _order(self, key: tuple[int, int]) -> Order:
+        begins, ends, _ = self._steps(*key)
+        take, begins, ends = self._batches_of(key[0]).take, begins.ravel(), ends.ravel()
+        return Order(lambda: lambda place: take(int(begins[place]), int(ends[place])), range(len(begins)))
+
+    def _steps(self, epoch: int, num_replicas: int) -> Steps:
         """Groups of batches of nearly the same cost, in random order."""
-        made = self.batches()
+        made = self._batches_of(epoch)
         found = made.bounds[:-1], made.bounds[1:], made.costs.astype(np.float64)
         if not self.drop_last:
             found = _filled(*found, -len(made.costs) % num_replicas)
@@ -193,7 +231,7 @@ class BatchPlan(Plan):
                 "leave drop_last out, or make smaller batches"
             )
         by_cost = np.argsort(-found[2], kind="stable")[: steps * num_replicas]
-        order = shuffled(np.arange(steps), steps, self.seed, self.epoch, 1).astype(np.int64)
+        order = shuffled(np.arange(steps), steps, self.seed, epoch, 1).astype(np.int64)
         return Steps(*(values[by_cost].reshape(steps, num_replicas)[order] for values in found))
 
     def _batches(self, epoch: int) -> Batches:

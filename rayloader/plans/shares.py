@@ -23,7 +23,6 @@ from rayloader.plans.inputs import Array
 
 NEAR = 1e-6  # counts that differ by less are equal: sums of floating-point numbers up to some billions
 _BLOCK = 1 << 12  # samples of a block, about
-_AT_ONCE = 1 << 20  # samples of the blocks that are filled together
 _PERIOD = 1 << 16  # the largest common denominator that is kept
 _LATE = 1e18  # added to the deadline of a sample that may not come yet: it comes only if no other may
 
@@ -82,36 +81,35 @@ class Stream:
         for step in self._bounds[1:-1].tolist():
             counts.append(rounded(shares, step, counts[-1], after))
         self._counts = np.array([*counts, after])
-        self._group = max(1, _AT_ONCE // max(shares.blocks))
-        self._filled: tuple[Any, ...] = ()  # number of a group of blocks, and their sources
 
-    def counts(self, place: int) -> Array:
-        """How often each source has been read, after so many samples of this epoch, and before it."""
-        step = self._begin + place
-        block = int(np.searchsorted(self._bounds, step, "right")) - 1
-        if (more := step - int(self._bounds[block])) == 0:
-            return self._counts[block].copy()  # type: ignore[no-any-return]
-        first, sources = self._fill(block // self._group)
-        inside = sources[step - more - first : step - first]
-        return self._counts[block] + np.bincount(inside, minlength=self._counts.shape[1])  # type: ignore[no-any-return]
+    def counts(self, places: Array) -> Array:
+        """How often each source has been read, after so many samples of this epoch, and before it: a row for each."""
+        blocks = self._block_of(places)
+        sizes = self._begin + places - self._bounds[blocks]
+        rows = self._fill(blocks, sizes)
+        inside = [np.bincount(row, minlength=self._counts.shape[1]) for row in rows]
+        return np.asarray(self._counts[blocks] + inside)
 
-    def chunk(self, place: int) -> tuple[int, Array, Array]:
-        """Samples side by side, with the one at that place: the first one's place, sources, and numbers in these."""
-        block = int(np.searchsorted(self._bounds, self._begin + place, "right")) - 1
-        group = block // self._group
-        first, sources = self._fill(group)
+    def read(self, begin: int, end: int) -> tuple[Array, Array]:
+        """The samples between two places, at least one: the source of each, and which of that source's it is."""
+        first, last = self._block_of(np.array([begin, end - 1])).tolist()
+        blocks = np.arange(first, last + 1)
+        bounds = np.append(self._bounds[blocks], self._begin + end)
+        sources = np.concatenate(self._fill(blocks, np.diff(bounds)))
         numbers = np.empty(len(sources), np.int64)
-        for source, count in enumerate(self._counts[group * self._group].tolist()):
+        for source, count in enumerate(self._counts[first].tolist()):
             mine = np.flatnonzero(sources == source)
             numbers[mine] = np.arange(count, count + len(mine))
-        return first - self._begin, sources, numbers
+        left_out = self._begin + begin - int(bounds[0])
+        return sources[left_out:], numbers[left_out:]
 
-    def _fill(self, group: int) -> tuple[int, Array]:
-        if self._filled[:1] != (group,):
-            blocks = slice(group * self._group, (group + 1) * self._group + 1)
-            bounds = self._bounds[blocks]
-            self._filled = group, int(bounds[0]), _filled(self._shares, bounds, self._counts[blocks])
-        return self._filled[1:]
+    def _block_of(self, places: Array) -> Array:
+        return np.searchsorted(self._bounds, self._begin + places, "right") - 1
+
+    def _fill(self, blocks: Array, sizes: Array) -> list[Array]:
+        """The sources of the first samples of each of these blocks, so many of each."""
+        ends = self._counts[np.minimum(blocks + 1, len(self._counts) - 1)]
+        return _filled(self._shares, self._bounds[blocks], sizes, self._counts[blocks], ends)
 
 
 def rounded(shares: Shares, step: int, least: Array | None = None, most: Array | None = None) -> Array:
@@ -141,14 +139,21 @@ def rounded(shares: Shares, step: int, least: Array | None = None, most: Array |
     return found
 
 
-def _filled(shares: Shares, bounds: Array, counts: Array) -> Array:
-    """The source of each sample in blocks: a sample of each block at a time. See NOTE [Shares]."""
-    sizes = np.diff(bounds)
+def _filled(shares: Shares, begins: Array, sizes: Array, counts: Array, ends: Array) -> list[Array]:
+    """The source of each sample in blocks: a sample of each block at a time. See NOTE [Shares].
+
+    Args:
+        shares: of the sources.
+        begins: of the blocks.
+        sizes: how many samples of each block are wanted.
+        counts: how often each source has been read when a block begins.
+        ends: likewise, when it ends.
+    """
     blocks = np.argsort(-sizes, kind="stable")  # the longest first: those that go on stay in front
-    rows = np.searchsorted(shares.begins, bounds[:-1][blocks], "right") - 1
+    rows = np.searchsorted(shares.begins, begins[blocks], "right") - 1
     weights = shares.weights[rows]
-    wanted = np.array([shares.at(int(step)) for step in bounds[:-1][blocks]])
-    read, ends, sizes = counts[:-1][blocks].astype(np.float64), counts[1:][blocks], sizes[blocks]
+    wanted = np.array([shares.at(int(step)) for step in begins[blocks]])
+    read, ends, sizes = counts[blocks].astype(np.float64), ends[blocks], sizes[blocks]
     with np.errstate(divide="ignore", over="ignore"):  # of weights that are zero, or nearly
         pace = np.minimum(1 / weights, _LATE / 2)
         deadlines = np.where(weights > 0, (read + 1 - wanted) * pace, _LATE / 2)
@@ -165,10 +170,7 @@ def _filled(shares: Shares, bounds: Array, counts: Array) -> Array:
         found[:active, step] = source
         read[many, source] += 1
         deadlines[many, source] += pace[many, source]
-    flat = np.empty(int(bounds[-1] - bounds[0]), np.uint32)
-    for block, size, row in zip(blocks.tolist(), sizes.tolist(), found, strict=True):
-        flat[bounds[block] - bounds[0] :][:size] = row[:size]
-    return flat
+    return [found[row, : sizes[row]] for row in np.argsort(blocks)]
 
 
 def block_of(weights: Any) -> int:

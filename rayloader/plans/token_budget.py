@@ -115,7 +115,7 @@ class TokenBudget(BatchPlan):
         return np.concatenate(begins)
 
     def _facts(self) -> Facts:
-        made, balance = self.batches(), self.balance()
+        made, (steps, panels) = self.batches(), self._facts_of_steps()
         sizes = np.diff(made.bounds)
         lines = {
             "samples": f"{sizes.sum():,}"
@@ -123,12 +123,12 @@ class TokenBudget(BatchPlan):
             "batches": f"{len(sizes):,} of {sizes.min():,} to {sizes.max():,} samples, {sizes.mean():,.1f} on average",
             "padding": f"{self.padding:.2%} of the tokens",
             "budget": f"{made.room.mean() / self.max_tokens:.2%} of {self.max_tokens:,} tokens are used, with padding",
-            "steps": f"{len(balance):,} with num_replicas={self.num_replicas}; the dearest batch of a step costs "
-            f"{balance.mean():.4f} times the mean on average, {balance.max():.3f} at most",
+            "steps": steps,
         }
+        tokens = {"with padding": made.room, "without": made.tokens}
         panels = [
-            Panel("Tokens of batches", {"with padding": made.room, "without": made.tokens}),
-            Panel("Samples of batches", {"samples": sizes}),
-            Panel("Steps: the largest cost by the mean", {"steps": balance}),
+            Panel("How many tokens a batch has", "tokens of a batch", "batches", tokens),
+            Panel("How many samples a batch has", "samples of a batch", "batches", {"samples": sizes}),
+            *panels,
         ]
         return Facts(lines, panels)

@@ -31,7 +31,17 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rayloader.options import is_whole
 from rayloader.random.random_state import RandomState
-from rayloader.resume.samplers import QUIET_SAMPLERS, SHARDS, Planned, Samplers, chain_of, part_of, tell_epoch
+from rayloader.resume.samplers import (
+    QUIET_SAMPLERS,
+    SHARDS,
+    Planned,
+    Samplers,
+    batches_are_made,
+    chain_of,
+    check_batched,
+    part_of,
+    tell_epoch,
+)
 
 _T = TypeVar("_T")
 Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and the one after the last
@@ -72,6 +82,8 @@ class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters a
         self.is_random = False  # whether the last order was drawn from the global generators
 
     def __iter__(self) -> Iterator[Any]:
+        if batches_are_made():
+            check_batched(self)
         yield from dealt(self.order(), self.num_replicas, drop_last=self.drop_last)[self.rank]
 
     def __len__(self) -> int:

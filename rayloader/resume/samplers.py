@@ -129,11 +129,50 @@ class Planned(Sampler):  # type: ignore[type-arg]  # whose parameters are torch'
 
     It has `set_epoch`, and holds no random generator. The order may depend on the number of ranks, and its length is a
     multiple of that.
+
+    Attributes:
+        gives_batches: whether its items are lists of samples.
     """
+
+    gives_batches = False
 
     def order_for(self, num_replicas: int) -> Sequence[Any]:
         """All items of this epoch; of these, rank `r` gets `[r::num_replicas]`."""
         raise NotImplementedError
+
+
+def check_plans(loader: Any) -> None:
+    """Raises ValueError where a loader would make batches of a plan's batches, or takes its samples for batches."""
+    for sampler in chain_of(loader._index_sampler):
+        if type(sampler) is BatchSampler:
+            check_batched(sampler.sampler)
+    plan = _plan_of(loader.batch_sampler)
+    if plan is not None and not plan.gives_batches:
+        raise ValueError(
+            f"a {type(plan).__name__} gives samples, and batch_sampler must give batches; pass it as sampler=, with "
+            "batch_size="
+        )
+
+
+def check_batched(sampler: Any) -> None:
+    """Raises ValueError if the items of which batches are to be made are batches already."""
+    plan = _plan_of(sampler)
+    if plan is not None and plan.gives_batches:
+        raise ValueError(
+            f"a {type(plan).__name__} gives whole batches, and a sampler with a batch_size must give samples; pass it "
+            "as batch_sampler=, without batch_size"
+        )
+
+
+def batches_are_made() -> bool:
+    """Whether the caller's caller is torch's BatchSampler: torch's loader shows its samplers to nobody before."""
+    return sys._getframe(2).f_code is BatchSampler.__iter__.__code__
+
+
+def _plan_of(sampler: Any) -> Planned | None:
+    """The plan that a sampler is, or of which it is a rank's part."""
+    whole = sampler.sampler if type(sampler) in SHARDS else sampler
+    return whole if isinstance(whole, Planned) else None
 
 
 def is_quiet(sampler: Any) -> bool:

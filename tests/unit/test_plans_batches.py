@@ -1,6 +1,5 @@
 """Plans of batches against brute force: budgets, packs, equal steps of nearly equal cost."""
 
-import sys
 from collections import Counter
 
 import numpy as np
@@ -9,11 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
+from torch.utils.data import DataLoader as TorchDataLoader
 
-from rayloader.plans import Packing, TokenBudget
+import rayloader
+from rayloader.plans import Mixture, Packing, TokenBudget
 from rayloader.plans.inputs import lengths_of
 from rayloader.plans.packing import best_fit
 
+SIZES = [1 + 7 * number % 19 for number in range(60)]
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=80)
 RANKS = st.integers(1, 5)
 
@@ -267,22 +270,54 @@ def test_ranks_of_a_plan():
         plan.set_epoch(-1)
 
 
-@pytest.mark.full  # which imports matplotlib
-def test_what_they_tell_of_themselves(tmp_path):
-    lengths = np.random.default_rng(0).integers(1, 100, 500)
-    budget = TokenBudget(lengths, 300, num_replicas=2)
-    picture = tmp_path / "plan.png"
-    text = budget.describe(str(picture))
-    assert "samples  500\n" in text
-    assert f"{len(budget) // 2:,} for 2 ranks" in text
-    assert f"{budget.padding:.2%} of the tokens" in text
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert "efficiency" in Packing(lengths, 300).describe(str(picture))
+# ---- where plans are given
+
+WRONG_PLACES = {
+    "sampler": (lambda: {"sampler": TokenBudget(SIZES, 60)}, "TokenBudget gives whole batches.*batch_sampler="),
+    "sampler, of a rank": (lambda: {"sampler": Packing(SIZES, 60).for_rank(2, 0)}, "Packing gives.*batch_sampler="),
+    "sampler, with a size": (
+        lambda: {"sampler": Packing(SIZES, 60), "batch_size": 4, "drop_last": True},
+        "Packing gives whole batches.*batch_sampler=",
+    ),
+    "in a batch sampler": (
+        lambda: {"batch_sampler": BatchSampler(TokenBudget(SIZES, 60), 4, False)},
+        "TokenBudget gives whole batches.*batch_sampler=",
+    ),
+}
 
 
-def test_a_picture_needs_matplotlib(monkeypatch):
-    plan = Packing([3, 4, 5], 8)
-    assert "12 tokens" in plan.describe()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="the picture of a plan needs matplotlib"):
-        plan.describe("plan.png")
+@pytest.mark.parametrize("case", WRONG_PLACES)
+def test_a_plan_of_batches_is_no_sampler_of_samples(case):
+    given, error = WRONG_PLACES[case]
+    with pytest.raises(ValueError, match=error):
+        rayloader.DataLoader(SIZES, **given())
+    loader = TorchDataLoader(SIZES, **given())
+    with pytest.raises(ValueError, match=error):
+        next(iter(loader))
+    with rayloader.patch(), pytest.raises(ValueError, match=error):
+        TorchDataLoader(SIZES, **given())
+
+
+def test_a_plan_of_batches_among_ranks_is_none_either():
+    with pytest.raises(ValueError, match="TokenBudget gives whole batches"):
+        rayloader.DataLoader(SIZES, sampler=TokenBudget(SIZES, 60), num_replicas=2, rank=0)
+
+
+def test_a_dataset_may_be_asked_for_whole_batches():
+    class Whole(list):
+        def __getitem__(self, indices):
+            return [super(Whole, self).__getitem__(index) for index in indices]
+
+    plan = TokenBudget(SIZES, 60)
+    for loader_class in (rayloader.DataLoader, TorchDataLoader):
+        loader = loader_class(Whole(range(60)), sampler=plan, batch_size=None, collate_fn=list)
+        assert [*loader] == [*plan]
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_plan_of_samples_is_no_batch_sampler(rank):
+    plan = Mixture([40], [1])
+    with pytest.raises(
+        ValueError, match=r"Mixture gives samples, and batch_sampler must .* sampler=, with batch_size="
+    ):
+        rayloader.DataLoader(SIZES, batch_sampler=plan if rank is None else plan.for_rank(2, rank))

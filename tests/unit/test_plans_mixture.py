@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rayloader
 from rayloader.plans import Mixture
+from rayloader.plans import mixture as mixture_module
 from rayloader.plans import shares as shares_module
 
 WEIGHTS = st.integers(1, 9) | st.floats(0.01, 9, allow_subnormal=False)
@@ -37,7 +39,7 @@ def furthest(sources, weights):
 @pytest.fixture(params=[1, 1 << 12], ids=["short blocks", "blocks"])
 def blocks(request, monkeypatch):
     monkeypatch.setattr(shares_module, "_BLOCK", request.param * 4)
-    monkeypatch.setattr(shares_module, "_AT_ONCE", request.param * 64)
+    monkeypatch.setattr(mixture_module, "_AT_ONCE", request.param * 64)
 
 
 @given(sources=SOURCES, size=st.integers(1, 200), seed=st.integers(0, 9))
@@ -176,6 +178,13 @@ def test_a_shuffled_order_has_every_number_once_in_whatever_parts_it_is_asked_fo
         (([1, 1], [(0, [0, 0])]), "at least one weight must be above 0"),
         (([1, 1], [(0, [1, 0]), (5, [1, 0])]), "each source must have a weight above 0 at some step, and source 1"),
         (([1, 1], [(5, [1, 1])]), "weights that change must be for steps that begin with 0"),
+        (([1, 1], {"a": 1, "b": 2}), "weights must have the names of the sources, which have none"),
+        (({"a": 1, "b": 1}, [1, 2]), r"weights must have the names of the sources, \['a', 'b'\], got \[1, 2\]"),
+        (({"a": 1, "b": 1}, {"a": 1, "c": 2}), "weights must have the names of the sources"),
+        (({"a": 1, "b": 1}, [(0, {"a": 1, "b": 2}), (9, {"a": 1})]), "weights must have the names of the sources"),
+        (({"a": 1, "b": 0}, {"a": 1, "b": 2}), "a source must have samples, and source b has 0"),
+        (({"a": 1, "b": 1}, {"a": 1, "b": 0}), "above 0, and source b has 0.0"),
+        (({}, {}), "a mixture must have at least one source"),
         (([1], [1], {"stop": "last"}), "stop must be"),
         (([1], [1], {"stop": 0}), "stop must be a whole number >= 1"),
         (([1, 1], [(0, [1, 1]), (1, [1, 0])], {"stop": "all"}), "source 1 is never used up"),
@@ -187,6 +196,28 @@ def test_what_makes_no_sense_is_an_error(arguments, error):
     sources, weights, options = (*arguments, {})[:3]
     with pytest.raises((ValueError, TypeError), match=error.replace("(", r"\(")):
         Mixture(sources, weights, **options)
+
+
+def test_sources_by_name_are_those_in_their_order():
+    sources = {"web": [0] * 40, "books": [0] * 10}
+    weights = {"books": 1, "web": 3}
+    named, plain = Mixture(sources, weights, epoch_size=40), Mixture([40, 10], [3, 1], epoch_size=40)
+    assert [*named] == [*plain]
+    assert (named.sources, plain.sources) == ("web, books", "")
+    changing = Mixture(sources, [(0, weights), (20, {"web": 0, "books": 1})], epoch_size=40)
+    assert changing.counts(40).tolist() == [15, 25]
+    assert "source web    30 samples, 75.000% of the epoch" in named.describe()
+
+
+def test_a_state_has_the_names_of_the_sources():
+    def loader(*names):
+        mixture = Mixture(dict.fromkeys(names, 10), dict.fromkeys(names, 1))
+        return rayloader.DataLoader(range(20), sampler=mixture)
+
+    state = loader("web", "books").state_dict()
+    loader("web", "books").load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"with sources='web, books' of the .*, which is 'books, web' here"):
+        loader("books", "web").load_state_dict(state)
 
 
 def test_what_it_tells_of_itself():
