@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import aliases
 from rayloader.actors.image import Contents, Image, image_from_content, open_image
 from rayloader.errors import ReplicaError, ReplicaMemoryError
 from rayloader.transport import codec, memory_file, unpicklable
@@ -325,7 +326,7 @@ def test_a_file_without_a_name_is_an_error_if_it_is_shared(tmp_path):
         file.write(bytes(1000))
         file.flush()
         assert read(write(np.memmap(file, mode="r"))).tolist() == [0] * 1000
-        with pytest.raises(ReplicaError, match='of no name, which can.*workers="fork"'):
+        with pytest.raises(ReplicaError, match=r'of no name, which can.*workers="fork"'):
             write(np.memmap(file, mode="r+"))
 
 
@@ -533,3 +534,21 @@ def test_an_open_text_file_in_a_batch_is_refused(tmp_path):
 
 def test_this_process_may_be_looked_into():
     assert others_may_open()
+
+
+# What shares memory
+
+
+def test_what_pickling_keeps_as_one_is_one_and_all_else_is_separate_in_each_epoch():
+    """All pairs: of objects over one memory, those that a write to each shows in, as between torch's processes."""
+    held, image = aliases.made(), None
+    between_processes = ForkingPickler.loads(bytes(ForkingPickler.dumps(aliases.made())))
+    want = {written: aliases.seen(between_processes, written) for written in aliases.WRITTEN}
+    assert want["array"] == ["array", "same", "shallow copy"]
+    assert want["tensor"] == ["tensor", "part of the tensor"]
+    for _ in range(3):
+        image = write(held, image)
+        opened = read(image)
+        assert {written: aliases.seen(opened, written) for written in aliases.WRITTEN} == want
+    assert write(held, image) is image
+    assert (held["array"] == np.arange(2000)).all()
