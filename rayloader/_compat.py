@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +89,7 @@ untyped_in = operator.attrgetter("_untyped_storage")  # of a typed storage; `unt
 datapipe_in = operator.attrgetter("_datapipe")  # of a `DataPipeWrapper`
 
 _tensor = torch.tensor
+_CData: Any = ctypes.Array.__base__  # what all objects of ctypes are
 
 
 def torch_is_itself() -> bool:
@@ -158,3 +161,17 @@ def run_as_process(process: Any, parent: int | None) -> int:
         parent: a descriptor that is readable once the process that has forked has ended; None: there is none.
     """
     return int(process._bootstrap(parent))
+
+
+def file_of_ctypes(obj: object) -> tuple[int, int, int, int] | None:
+    """Where the memory of a `RawArray` or the like of `multiprocessing` is; None for any other object.
+
+    Returns:
+        The descriptor of its file, its offset there, its address, and its bytes.
+    """
+    heap: Any = sys.modules.get("multiprocessing.heap")
+    wrapper = getattr(obj, "_wrapper", None) if isinstance(obj, _CData) else None
+    if heap is None or not isinstance(wrapper, heap.BufferWrapper):
+        return None
+    (arena, start, _), _ = wrapper._state
+    return arena.fd, start, ctypes.addressof(obj), ctypes.sizeof(obj)  # type: ignore[arg-type]

@@ -149,4 +149,4 @@ def image_files():
     if (hosts := sys.modules.get("rayloader.epoch.hosts")) is None:
         return set()
     images = [kept.image for kept in hosts.loaders if kept.image]
-    return {file.name for image in images for file in image.address.files}
+    return {image.address.name for image in images}

@@ -196,9 +196,9 @@ class Actor(Process):
             self.address, self.started_at = address, time.monotonic()
         return True
 
-    def host(self, image: Image, contents: Ref) -> None:
+    def host(self, image: Image, content: Ref) -> None:
         """Calls `WorkerProcess.host`, so that the other actors of its node can open the image."""
-        call = self.handle.host.remote(image.address.name, image.address, contents)
+        call = self.handle.host.remote(image.address.name, image.address, content)
         self.hosted = image.address.name, RayAnswer(call)
 
     def hosts(self, image: Image) -> bool:

@@ -155,11 +155,11 @@ class Actors(Processes):
     def sources(self, others: list[Actor]) -> Callable[[Actor], Source]:
         return functools.partial(self._source, others, [], module_folders())
 
-    def _source(self, others: list[Actor], contents: list[Ref], folders: list[str], actor: Actor) -> Source:
+    def _source(self, others: list[Actor], content: list[Ref], folders: list[str], actor: Actor) -> Source:
         """Where a worker gets its replica from.
 
         Workers that can open the driver's files do so. On any other node, one actor makes an image for all workers
-        there, from one Ray object that is made when it is first needed and is then kept in `contents`.
+        there, from one Ray object that is made when it is first needed and is then kept in `content`.
         """
         assert self.replica is not None
         (image, carried), where = self.replica, actor.address
@@ -171,13 +171,13 @@ class Actors(Processes):
         hosts += [a for a in near if a.hosted is not None and a.hosted[0] == image.address.name]
         host = hosts[0] if hosts else actor
         if not hosts:
-            if not contents:
-                contents.append(ray.put([PickleBuffer(content) for content in image.contents()]))
-            host.host(image, contents[0])
+            if not content:
+                content.append(ray.put(PickleBuffer(image.content())))
+            host.host(image, content[0])
         assert host.hosted is not None
         # In lists: Ray resolves a bare reference before the call, and fails the call if the object is lost.
-        bytes_of_image, hosted = [contents[0] if contents else None], [host.hosted[1].ref]
-        return replace(source, contents=bytes_of_image, hosted=hosted)
+        of_file, hosted = [content[0] if content else None], [host.hosted[1].ref]
+        return replace(source, content=of_file, hosted=hosted)
 
     # ---- places
 

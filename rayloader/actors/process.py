@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from rayloader.actors import session, tcp_line
 from rayloader.actors._compat_ray import set_process_title
-from rayloader.actors.image import Image, ImageAddress, decode_replica, image_from_contents, open_image
+from rayloader.actors.image import Image, ImageAddress, decode_replica, image_from_content, open_image
 from rayloader.actors.replica import Source
 from rayloader.errors import ReplicaMemoryError
 from rayloader.host.server import Hosting, exit_without_callbacks
@@ -103,13 +103,13 @@ class WorkerProcess:
                 reaches = True
         return WorkerAddress(os.getpid(), session.node_id(), socket.gethostname(), reaches, machine)
 
-    def host(self, name: str, image: ImageAddress, contents: list[Any]) -> ImageAddress:
-        """Makes an image from contents that came through Ray, for all workers of this node.
+    def host(self, name: str, image: ImageAddress, content: Any) -> ImageAddress:
+        """Makes an image from content that came through Ray, for all workers of this node.
 
         It stays until this worker is started on another image than `name`, and longer while it is open anywhere.
         """
         self._image = None  # first: there may not be room for two
-        self._image = name, image_from_contents(image, contents)
+        self._image = name, image_from_content(image, content)
         return self._image[1].address
 
     def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
@@ -193,13 +193,13 @@ def _opened(source: Source, *, alone: bool) -> tuple[Replica, list[Any]]:
 def _open_replica(source: Source) -> Any:
     """Opens the replica's bytes: from the driver's image, from this node's own, or a copy if neither can be opened."""
     here = source.node_id == session.node_id()
-    if source.contents is None or source.hosted is None:
+    if source.content is None or source.hosted is None:
         return open_image(source.image, here=here)
     try:
         return open_image(ray.get(source.hosted[0]), here=here)
     except ReplicaMemoryError:
         raise  # there is no room for one image, so there is none for a copy in each worker
     except (RayError, MemoryFileError):  # the host died, or its memory may not be opened
-        if source.contents[0] is None:
+        if source.content[0] is None:
             raise
-        return open_image(source.image, here=here, contents=ray.get(source.contents[0]))
+        return open_image(source.image, here=here, content=ray.get(source.content[0]))

@@ -16,7 +16,8 @@ from rayloader.errors import add_note, own_notes
 from rayloader.protocol import Replica, carried
 from rayloader.random.generators import RECORDED
 from rayloader.transport import codec, unpicklable
-from rayloader.transport.mapped import Mappings
+from rayloader.transport.mapped import shared_file
+from rayloader.transport.memory_file import address_of_buffer
 
 if TYPE_CHECKING:
     from rayloader.actors.image import ImageAddress
@@ -31,8 +32,8 @@ class Source:
         sys_path: where the driver finds modules.
         image: of the replica, the driver's.
         carried: parts of the replica that Ray carries unchanged.
-        contents: for workers that cannot open the driver's files: in a list, Ray's object with their bytes, or None if
-            the node has an image of an earlier epoch.
+        content: for workers that cannot open the driver's files: in a list, Ray's object with the bytes of the image's
+            file, or None if the node has an image of an earlier epoch.
         hosted: in a list too, the address of the image that one worker of the node has made of them.
     """
 
@@ -40,7 +41,7 @@ class Source:
     sys_path: list[str]
     image: ImageAddress
     carried: list[Any]
-    contents: list[Any] | None = None
+    content: list[Any] | None = None
     hosted: list[Any] | None = None
 
 
@@ -53,16 +54,19 @@ def module_folders() -> list[str]:
     return [os.path.join(cwd, entry) for entry in map(os.fspath, sys.path)]
 
 
-def encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
-    """A replica, to be written into an image."""
+def encode_replica(replica: Replica) -> codec.Encoded:
+    """A replica, to be written into an image. What the workers are to get otherwise than as it is here is warned of."""
     try:
-        encoded = codec.encode(replica, carry=carried(), mapped=mappings, special=RECORDED)
+        encoded = codec.encode(replica, carry=carried(), replica=True, special=RECORDED)
     except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
         if (explanation := _explained(replica)) is not None:
             add_note(error, f"It cannot be sent to the workers: {explanation}")
         raise
     if encoded.copied is not None:
         _warn_of_copy(*encoded.copied)
+    copied = (buffer for number, buffer in enumerate(encoded.buffers) if number not in encoded.mapped)
+    if (path := shared_file(map(address_of_buffer, copied))) is not None:
+        _warn_of_shared_memory(path)
     return encoded
 
 
@@ -84,5 +88,15 @@ def _warn_of_copy(function: str, generator: str) -> None:
         f"the workers have a copy of the random generator {generator} for {function}, which is a lambda or was made by "
         "another function, and one more for the rest of its module: both may draw the same numbers. Define the "
         "function at the top level of the module, or let the dataset hold the generator",
+        stacklevel=2,
+    )
+
+
+def _warn_of_shared_memory(path: str) -> None:
+    warnings.warn(
+        f"the dataset holds a tensor or an array in memory that processes share, {path}, but its type does not tell "
+        "that, so the workers get a copy, and what one writes there reaches nobody else. Hold the np.memmap itself, an "
+        "array over a multiprocessing.RawArray, or a tensor after share_memory_(), and make views of it in "
+        '__getitem__; or use workers="fork"',
         stacklevel=2,
     )

@@ -51,7 +51,7 @@ from rayloader.transport.raw import new_memory
 if sys.platform != "win32":  # where no store can be opened
     import fcntl
 
-FORMAT = 0x7261_796C_6F61_6403  # of the file, with its version in the last byte
+FORMAT = 0x7261_796C_6F61_6404  # of the file, with its version in the last byte
 ABSENT = object()  # instead of a sample
 _T = TypeVar("_T")
 

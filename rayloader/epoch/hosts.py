@@ -31,7 +31,7 @@ class Kept:
     """What one iterator of a loader leaves to the next.
 
     Attributes:
-        image: of its replica, as last sent: the next one is compared with it.
+        image: of its replica, as last sent: it is used again if it would be the same.
         forks: Ray cannot send the replica, so its workers are forks.
     """
 
@@ -87,11 +87,10 @@ def _actors(
     """
     from rayloader.actors import session
     from rayloader.actors.actors import Actors
-    from rayloader.actors.image import Image
+    from rayloader.actors.image import Contents, Image
     from rayloader.actors.pool import get_pool
     from rayloader.actors.replica import encode_replica, in_short
     from rayloader.transport import codec
-    from rayloader.transport.mapped import Mappings
 
     pool = get_pool()
     actors = Actors(pool, loader, options, loader.label, accelerator)
@@ -102,9 +101,8 @@ def _actors(
         if not warm:
             fleet.lend(count, fresh=fresh)
         with codec.no_collection():
-            mappings = Mappings()
             try:
-                encoded = encode_replica(replica, mappings)
+                encoded = encode_replica(replica)
             except Exception as error:
                 if options.needs_actors or not session.is_on_one_node():
                     add_note(error, _REMEDY)
@@ -115,8 +113,11 @@ def _actors(
                 return None
             if warm:
                 fleet.lend(count, fresh=fresh)
-            kept.image = Image.write(encoded, mappings, kept.image)
-        actors.replica = kept.image, list(encoded.carried)
+            contents, image = Contents(encoded), kept.image
+            if image is None or not image.equals(contents):
+                kept.image = image = None  # there may not be room for two
+                kept.image = image = Image.write(contents)
+        actors.replica = image, list(encoded.carried)
     except BaseException:  # the actors were borrowed: they go back in any case
         fleet.release(busy=True)
         raise

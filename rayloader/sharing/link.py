@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayloader.actors import session
 from rayloader.actors.actor import RayAnswer, wait_for
-from rayloader.actors.image import Image
+from rayloader.actors.image import Contents, Image
 from rayloader.actors.replica import module_folders
 from rayloader.actors.tcp_line import TcpDriverLine
 from rayloader.epoch.ahead import COPIED_AHEAD_BYTES, AheadThread
@@ -50,7 +50,6 @@ from rayloader.sharing.producer import Producer
 from rayloader.transport import codec, unpicklable
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError, Message
-from rayloader.transport.mapped import Mappings
 from rayloader.workers.connection import NONE_YET
 
 # After this many seconds of waiting for others, a consumer logs which ones it waits for.
@@ -92,8 +91,8 @@ def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
     _owned.append((name, producer))
     try:
         if not _opened(producer, terms.name, pipeline):
-            contents = [ray.put([PickleBuffer(content) for content in image.contents()])]
-            _opened(producer, terms.name, pipeline._replace(contents=contents))
+            content = [ray.put(PickleBuffer(image.content()))]
+            _opened(producer, terms.name, pipeline._replace(content=content))
     except BaseException:
         end(producer)
         raise
@@ -152,14 +151,13 @@ def _pipeline(loader: Any) -> tuple[Pipeline, Image]:
     """The loader in the form that is sent; the image must live until it was opened."""
     shared = copy.copy(loader)
     shared._iterator = None  # of persistent workers, which belong to this process
-    mappings = Mappings()
     try:
-        encoded = codec.encode(shared, carry=carried(), mapped=mappings, special=RECORDED)
+        encoded = codec.encode(shared, carry=carried(), replica=True, special=RECORDED)
     except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
         if (explanation := unpicklable.explain(shared.__dict__, "loader")) is not None:
             add_note(error, f"It cannot be sent to the producer: {explanation}")
         raise
-    image = Image.write(encoded, mappings)
+    image = Image.write(Contents(encoded))
     random = RandomState.capture([])
     return Pipeline(image.address, list(encoded.carried), None, session.node_id(), module_folders(), random), image
 

@@ -36,7 +36,7 @@ class Pipeline(NamedTuple):
 
     image: ImageAddress
     carried: list[Any]
-    contents: list[Any] | None  # Ray's object with the image's bytes, if its files cannot be opened
+    content: list[Any] | None  # Ray's object with the image's bytes, if its files cannot be opened
     node_id: str  # the program's
     sys_path: list[str]  # where it finds modules
     random: RandomState

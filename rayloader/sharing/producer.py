@@ -388,9 +388,9 @@ class HostedLoader:
         """Opens the loader; False if that requires the image's contents. Raises the errors of unpickling it."""
         here = pipeline.node_id == session.node_id()
         sys.path[:] = [*pipeline.sys_path, *(entry for entry in sys.path if entry not in pipeline.sys_path)]
-        contents = ray.get(pipeline.contents[0]) if pipeline.contents is not None else None
+        content = ray.get(pipeline.content[0]) if pipeline.content is not None else None
         try:
-            opened = open_image(pipeline.image, here=here, contents=contents)
+            opened = open_image(pipeline.image, here=here, content=content)
         except MemoryFileError:
             return False
         self._loader = loader = decode_replica(*opened, pipeline.carried, "loader")

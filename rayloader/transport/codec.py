@@ -4,8 +4,7 @@
   one for each *storage span*, lowest to highest byte of a storage that the payload uses, so that a view of a big
   storage stays small and tensors that shared memory share it again; and one for each NumPy array.
 - `decode` makes tensors and arrays views of its buffers: writable where those are, and keeping them alive.
-- A *plain* batch has a skeleton of its own, see NOTE [Plain batches]. In replicas, many small tensors and arrays of one
-  kind are grouped, see bulk.py.
+- A *plain* batch has a skeleton of its own, see NOTE [Plain batches].
 - Everything else is pickled in the skeleton, see pickler.py.
 
 No state besides caches. Any thread may call; this module does not import Ray.
@@ -15,8 +14,7 @@ tensor's reduction holds a *token*, an empty `PickleBuffer` that represents its 
 the rebuilt storage in its place: no context, no registry. Spans grow while the payload is pickled; so tensors
 carry absolute offsets, and the spans' starts follow at the end of the skeleton, which is
 
-    body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer; groups;
-    for a replica the modules that decoding imports) | its length
+    body (a pickle) | header (a pickle: buffer of each reference; size, start of each buffer) | its length
 
 NOTE [Plain batches]. Most batches are a dense contiguous tensor, or a tuple, list or dict of some, each with a storage
 of its own, and are like the batch before. Pickling them costs more than all the rest of their transport, so their
@@ -33,9 +31,8 @@ import io
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,14 +52,13 @@ from rayloader.transport.raw import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from rayloader.transport import bulk
-    from rayloader.transport.mapped import Mappings
+    from rayloader.transport.mapped import Mapped
 
 _LENGTH = 4  # bytes of the header's length
 _VALUES_AT = 1 + _LENGTH  # where the description of the parts begins in a skeleton with values, after its length
 _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span remain whole numbers
 
-_NO_BUFFERS = pickle.dumps(([], [], [], [], []), PROTOCOL)
+_NO_BUFFERS = pickle.dumps(([], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
 _NOTHING_SPECIAL = Special()
 _INDICES = {int, type(None)}  # an iterable dataset's are None
@@ -92,8 +88,7 @@ class Encoded(NamedTuple):
         skeleton: everything except the buffers.
         buffers: the object's own memory as flat bytes, kept alive. Do not write to them, even if they are writable.
         carried: parts of the object that travel unchanged.
-        gathered: for a replica: more buffers, after the others.
-        shared: for a replica: the storages in torch's shared memory, whole, by the number of their buffer.
+        mapped: for a replica: the memory of files among the buffers, by number, which need not be copied.
         copied: for a replica: the first function that travels with a copy of a special object of its module, and that
             object's name.
     """
@@ -101,15 +96,13 @@ class Encoded(NamedTuple):
     skeleton: bytes
     buffers: Sequence[memoryview]
     carried: Sequence[Any]
-    gathered: Sequence[bulk.Gathered] = ()
-    shared: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
+    mapped: Mapping[int, Mapped] = MappingProxyType({})
     copied: tuple[str, str] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of skeleton and buffers together."""
-        buffers = sum(buffer.nbytes for buffer in self.buffers) + sum(buffer.nbytes for buffer in self.gathered)
-        return len(self.skeleton) + buffers
+        return len(self.skeleton) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 def encode(
@@ -117,7 +110,7 @@ def encode(
     *,
     known_classes: bool = False,
     carry: tuple[type, ...] = (),
-    mapped: Mappings | None = None,
+    replica: bool = False,
     special: Special = _NOTHING_SPECIAL,
     fresh: Mapping[int, Fresh] = NOT_FRESH,
 ) -> Encoded:
@@ -128,9 +121,8 @@ def encode(
         known_classes: name the classes that travel by value instead of defining them, for the way back to the
             process that they came from; see classes.py.
         carry: types whose instances are left to the transport of the rest, such as Ray's references.
-        mapped: for replicas: the file-backed memory of this process, which must not be copied, however small an
-            array is, and whatever its strides are. Arrays whose items overlap in memory
-            keep doing so.
+        replica: this is what workers get of the driver's objects, not a batch. Memory of files is `mapped`, and arrays
+            whose items overlap in memory keep doing so.
         special: for replicas: objects that are pickled in another way.
         fresh: for batches: see `_encode_plain`.
 
@@ -140,62 +132,10 @@ def encode(
     """
     if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
         return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, (), ())
-    if mapped is None and (simple := _encode_plain(obj, fresh)) is not None:
+    if not replica and (simple := _encode_plain(obj, fresh)) is not None:
         return Encoded(*simple, ())
-    file, pickler = _pickled(obj, known_classes, carry, mapped, special)
-    if pickler.groups is not None and pickler.groups.share_memory(span.storage for span in pickler.spans.values()):
-        file, pickler = _pickled(obj, known_classes, carry, mapped, special, grouped=False)
-    buffers: list[memoryview] = []
-    shared: dict[int, torch.UntypedStorage] = {}
-    uses: list[int] = []
-    extents: list[tuple[int, int]] = []
-    groups = pickler.groups.filled() if pickler.groups is not None else []
-    views = pickler.groups.views() if pickler.groups is not None else []
-    over = [pickler.token(some.storage, *some.span) for some in views]
-    tokens = *(group.token for group in groups), *(some.token for some in views)
-    in_bulk = {token: number for number, token in enumerate(tokens)}
-    for reference in (*pickler.references, *over):
-        if reference in in_bulk:
-            uses.append(in_bulk[reference])
-            continue
-        if reference in pickler.carried:
-            uses.append(-1 - pickler.carried[reference])
-            continue
-        span = pickler.tokens.get(reference)
-        if span is None:
-            raw, start = reference.raw(), -1
-        elif span.index is None:
-            if span.end > span.storage.nbytes():
-                raise resized()
-            span.index, start = len(buffers), span.start & -_ALIGN
-            raw = memoryview(memory(span.storage.data_ptr() + start, span.end - start, span.storage))
-            if span.shared:
-                shared[span.index] = span.storage
-        else:
-            uses.append(len(in_bulk) + span.index)
-            continue
-        uses.append(len(in_bulk) + len(buffers))
-        extents.append((raw.nbytes, start))
-        buffers.append(raw)
-    gathered = [group.gather() for group in groups]
-    headers = [group.header(len(parts)) for group, parts in zip(groups, gathered, strict=True)]
-    header = pickle.dumps((uses, extents, headers, [some.header for some in views]), PROTOCOL)
-    file.write(header)
-    file.write(len(header).to_bytes(_LENGTH, "little"))
-    pickler.check_arrays()
-    return Encoded(file.getvalue(), buffers, pickler.carried_objects, list(chain(*gathered)), shared, pickler.copied)
-
-
-def _pickled(
-    obj: object,
-    known_classes: bool,
-    carry: tuple[type, ...],
-    mapped: Mappings | None,
-    special: Special,
-    grouped: bool = True,
-) -> tuple[io.BytesIO, Pickler]:
     file = io.BytesIO()
-    pickler = Pickler(file, known_classes, carry, mapped, special, grouped)
+    pickler = Pickler(file, known_classes, carry, replica, special)
     try:
         pickler.dump(obj)
     except Exception as error:
@@ -206,7 +146,35 @@ def _pickled(
                 "each other by index"
             ) from error
         raise
-    return file, pickler
+    buffers: list[memoryview] = []
+    mapped: dict[int, Mapped] = {}
+    uses: list[int] = []
+    extents: list[tuple[int, int]] = []
+    for reference in pickler.references:
+        if reference in pickler.carried:
+            uses.append(-1 - pickler.carried[reference])
+            continue
+        span = pickler.tokens.get(reference)
+        if span is None:
+            raw, start, origin = reference.raw(), -1, pickler.mapped.get(reference)
+        elif span.index is None:
+            if span.end > span.storage.nbytes():
+                raise resized()
+            span.index, start, origin = len(buffers), span.start & -_ALIGN, span.mapped
+            raw = memoryview(memory(span.storage.data_ptr() + start, span.end - start, span.storage))
+        else:
+            uses.append(span.index)
+            continue
+        if origin is not None:
+            mapped[len(buffers)] = origin
+        uses.append(len(buffers))
+        extents.append((raw.nbytes, start))
+        buffers.append(raw)
+    header = pickle.dumps((uses, extents), PROTOCOL)
+    file.write(header)
+    file.write(len(header).to_bytes(_LENGTH, "little"))
+    pickler.check_arrays()
+    return Encoded(file.getvalue(), buffers, pickler.carried_objects, mapped, pickler.copied)
 
 
 def decode(
@@ -237,23 +205,19 @@ def decode(
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
     header = _header_of(tail)
-    count = len(header.extents) + sum(group.buffers for group in header.groups)
-    if len(buffers) != count:
-        raise ValueError(f"decode needs the skeleton's {count} buffers, got {len(buffers)}")
-    rest = iter([memoryview(cast("Buffer", buffer)) for buffer in buffers[len(header.extents) :]])
-    in_bulk = [*(group.remake(rest) for group in header.groups), *([] for _ in header.views)]
-    sources: list[Any] = [*map(iter, in_bulk)]
-    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.extents, strict=False)):
+    if len(buffers) != len(header.extents):
+        raise ValueError(f"decode needs the skeleton's {len(header.extents)} buffers, got {len(buffers)}")
+    sources: list[Any] = []
+    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.extents, strict=True)):
         if isinstance(buffer, torch.UntypedStorage):
-            view = memory(buffer.data_ptr(), nbytes, buffer)
-            sources.append(view if start < 0 else (buffer, start))
+            sources.append((buffer, start))
             continue
         view = _flat_bytes(buffer, nbytes, number)
-        sources.append(view if start < 0 else (storage_over(view), start))
+        if start >= 0:
+            sources.append((storage_over(view), start))
+        else:
+            sources.append(buffer if isinstance(buffer, np.ndarray) else view)  # its views show what it is
     tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
-    spans = iter(tokens[len(tokens) - len(header.views) :])
-    for number, views in enumerate(header.views, start=len(header.groups)):
-        in_bulk[number] += views.remake(*next(spans))
     return pickle.loads(skeleton, buffers=tokens)
 
 
@@ -291,12 +255,10 @@ def _header(header: bytes) -> _Header:
 
 
 class _Header(NamedTuple):
-    """The data at the end of a skeleton; the last two only for replicas."""
+    """The data at the end of a skeleton."""
 
-    uses: list[int]  # what each reference means: bulk part or, after those, buffer; or -1 - carried
+    uses: list[int]  # what each reference means: a buffer, or -1 - carried
     extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
-    groups: list[bulk.GroupHeader]
-    views: list[bulk.ViewsHeader]  # their spans are the last uses
 
 
 # ---- plain batches

@@ -1,11 +1,14 @@
-"""The file that backs memory: finds the file mapped at an address, so that another process can map it again.
+"""Memory of files that a dataset has mapped: found by the types of its objects, and mapped again elsewhere.
 
-Promise: memory that comes from a file (`np.memmap`, `torch.from_file`, Arrow's memory maps, torch's shared memory)
-is sent as a `Region`, a reference, and is never read whole. Mapped again it behaves as before: shared and writable,
-private, or read-only. Memory without a nameable file, or not the user's, has no region and is copied by the caller:
-anonymous memory, Ray's object store, our own files. So is what lies in a private mapping that was written to.
+Promise: these are sent as a `Region`, a reference to a part of a file, and are never read whole: `np.memmap`, tensors
+in torch's shared memory and those of `torch.from_file(shared=True)`, the arrays of `multiprocessing` (`RawArray`, or
+what is in an `Array`), buffers of Arrow's memory maps, and NumPy's views of all these. Mapped again they behave as
+before: shared and writable, private, or read-only. What the program has written to in a private mapping is its own, and
+no region. The caller copies all other memory, also memory of a file whose object does not tell so, such as
+`torch.from_numpy` of an `np.memmap`; `shared_file` tells whether others would miss what is written there.
 
-Driver: `Mappings`, a snapshot of `/proc/self/maps`. Worker: `open_region`. This module does not import Ray.
+Driver: `Finder`, for one object that is being pickled. Worker: `open_region`, `open_storage`. This module does not
+import Ray.
 
 NOTE [Torch's shared memory]. A storage is shared for torch if torch's own allocator has mapped it: `share_memory_()`
 then does nothing, while it moves any other storage to new memory, which separates it from all other users. An object
@@ -25,32 +28,36 @@ import re
 import socket
 import stat
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rayloader._compat import share_by_descriptor, share_by_name, shared_by_descriptor, shared_by_name
+from rayloader._compat import (
+    file_of_ctypes,
+    share_by_descriptor,
+    share_by_name,
+    shared_by_descriptor,
+    shared_by_name,
+)
 from rayloader.errors import ReplicaError
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
+from rayloader.transport.raw import address as address_of
+from rayloader.transport.raw import root_of
 
 _PAGE = mmap.PAGESIZE
 _SCAN = 1 << 17  # entries of pagemap read at a time: 1 MiB
-
-# start, end, writable, shared, offset, device, inode, path. Libraries are not data.
-_LINE = re.compile(
-    rb"^([0-9a-f]+)-([0-9a-f]+) r([w-]).([sp]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) +(/.*)$", re.MULTILINE
-)
-_LIBRARY = re.compile(rb"\.so[.\d]*$")
-# Never referred to: Ray's object store reuses its memory, and our files have an owner of their own. Huge pages
-# of hugetlbfs and System V segments can't be mapped like files.
-_NO_DATA = re.compile(rb"^/(?:.*/)?plasma[^/]*$|rayloader-|^/anon_hugepage|^/SYSV")
 _DELETED = " (deleted)"
-# Files here are as short-lived as memory: they are held open, because their names may disappear at any time.
 _SHARED_MEMORY = "/dev/shm/"
 _COUNT = 64  # bytes before a storage of the strategy "file_system": the count of its users
+# Of /proc/self/maps: start, end, whether writable and shared, offset, inode, path. Page-locked memory is a device's.
+_LINE = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) r(.).(.) ([0-9a-f]+) \S+ ([1-9]\d*) +(/(?!dev/(?!shm/)|SYSV).*)$", re.MULTILINE
+)
+_OURS_OR_RAYS = re.compile(rb"rayloader-|/plasma")  # their memory has owners of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +72,16 @@ class SharedStorage:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a file as it was mapped; `offset` and `nbytes` in whole pages."""
+    """A part of a file, and how it was mapped."""
 
     path: str  # as the kernel shows it; with " (deleted)" it no longer exists
+    mode: str  # "r+" is shared and writable, "c" private, "r" read-only
     offset: int
     nbytes: int
-    shared: bool
-    writable: bool
     device: int
     inode: int
     size: int  # of the file, in bytes
-    held: FileAddress | None = None  # the driver's descriptor of it, if the path is not enough
+    held: FileAddress | None = None  # a descriptor of it, if the path is not enough
     storage: SharedStorage | None = None  # how torch has mapped it
 
     @property
@@ -83,143 +89,232 @@ class Region:
         """The region without a descriptor: equal if it is the same memory."""
         return replace(self, held=None)
 
+    @property
+    def end(self) -> int:
+        """The byte of the file after its last."""
+        return self.offset + self.nbytes
 
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """One mapping of this process, or several adjacent ones."""
+
+class Mapped(NamedTuple):
+    """A region that this process has mapped; the address is that of its first byte, `keeper` keeps `region.held`."""
+
+    region: Region
+    address: int
+    keeper: MemoryFile | None
+
+    def part(self, address: int, nbytes: int) -> Mapped:
+        """A range of its bytes."""
+        offset = self.region.offset + address - self.address
+        return Mapped(replace(self.region, offset=offset, nbytes=nbytes, storage=None), address, self.keeper)
+
+
+class RegionArray(np.ndarray[Any, Any]):
+    """All bytes of a region in a worker, so that its views are found by type there too. Its slices have no region."""
+
+    mapped: Mapped | None = None
+
+    @classmethod
+    def over(cls, content: memoryview, mapped: Mapped) -> RegionArray:
+        """The array of a region whose memory this is."""
+        array = cls(len(content), np.uint8, content)
+        array.mapped = mapped
+        return array
+
+
+class Finder:
+    """Finds the mapped memory behind the objects of a graph that is being pickled."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], Mapped | None] = {}
+
+    def of_array(self, array: np.ndarray[Any, Any]) -> Mapped | None:
+        """All of the mapped memory that an array is a view of; None if it is a view of no such memory.
+
+        Raises:
+            ReplicaError: its file is shared and writable, and cannot be reached.
+        """
+        root = root_of(array)
+        owner = root.base
+        if owner is None:
+            return None
+        if isinstance(root, RegionArray) or (isinstance(root, np.memmap) and isinstance(owner, mmap.mmap)):
+            return self._once("array", id(root), lambda: self._of_root(root))
+        if isinstance(owner, Tensor):
+            return self.of_storage(owner.untyped_storage())
+        return self.of_ctypes(owner.obj if isinstance(owner, memoryview) else owner)
+
+    def of_storage(self, storage: torch.UntypedStorage) -> Mapped | None:
+        """The shared memory that a storage fills, if torch says that it is shared. Raises as `of_array`."""
+        if storage.device.type != "cpu" or not storage.is_shared():
+            return None
+        return self._once("storage", storage.data_ptr(), lambda: _of_shared(storage))
+
+    def of_ctypes(self, obj: object) -> Mapped | None:
+        """The shared memory of an object of ctypes that `multiprocessing` has made."""
+        found = file_of_ctypes(obj)
+        return None if found is None else self._once("ctypes", id(obj), lambda: _held(*found))
+
+    def of_buffer(self, buffer: Any) -> Mapped | None:
+        """The mapped file of a buffer of Arrow's."""
+        whole = buffer
+        while whole.parent is not None:
+            whole = whole.parent
+        if not whole.size or whole.address % _PAGE:  # as buffers in the heap
+            return None
+        return self._once("buffer", whole.address, lambda: self._of_whole(whole))
+
+    def _once(self, kind: str, number: int, find: Callable[[], Mapped | None]) -> Mapped | None:
+        """What was found before, for the same object or memory, which the graph keeps."""
+        if (kind, number) not in self._found:
+            self._found[kind, number] = find()
+        return self._found[kind, number]
+
+    def _of_root(self, root: np.ndarray[Any, Any]) -> Mapped | None:
+        mapped = root.mapped if isinstance(root, RegionArray) else self._of_memmap(root)
+        if mapped is None or (mapped.region.mode == "c" and is_written(mapped.address, mapped.region.nbytes)):
+            return None
+        return mapped
+
+    def _of_memmap(self, root: Any) -> Mapped | None:
+        """The region of an `np.memmap`, whose file Python keeps open."""
+        path = os.path.realpath(root.filename) if root.filename is not None else "of no name"
+        named, deleted = self._descriptors.get(path, {}), self._descriptors.get(path + _DELETED, {})
+        mode = "r+" if root.mode == "w+" else root.mode
+        if len(named) + len(deleted) == 1:  # otherwise which of them?
+            (fd,) = (named or deleted).values()
+            with contextlib.suppress(OSError, MemoryFileError):
+                if deleted:
+                    return _held(fd, root.offset, address_of(root), root.nbytes, mode)
+                return Mapped(_region(fd, path, mode, root.offset, root.nbytes), address_of(root), None)
+        if mode != "r+":
+            return None
+        raise _unreachable(path)
+
+    @functools.cached_property
+    def _descriptors(self) -> dict[str, dict[tuple[int, int], int]]:
+        """Of the files that this process has open, by path and by device and inode: one descriptor each."""
+        found: dict[str, dict[tuple[int, int], int]] = {}
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISREG(status.st_mode):
+                    of_path = found.setdefault(os.readlink(f"/proc/self/fd/{name}"), {})
+                    of_path[status.st_dev, status.st_ino] = int(name)
+        return found
+
+    def _of_whole(self, whole: Any) -> Mapped | None:
+        """The region of a whole buffer; None if its file is not to be found. Only the kernel knows which it is."""
+        for mapping in self._mappings:
+            if mapping.start == whole.address and mapping.end >= whole.address + whole.size:
+                mode = "r+" if mapping.shared and mapping.writable else "r"
+                with contextlib.suppress(OSError):
+                    fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                    try:
+                        region = _region(fd, mapping.path, mode, mapping.offset, whole.size)
+                    finally:
+                        os.close(fd)
+                    return Mapped(region, whole.address, None) if region.inode == mapping.inode else None
+        return None
+
+    @functools.cached_property
+    def _mappings(self) -> list[_Mapping]:
+        return _mappings()
+
+
+def shared_file(addresses: Iterable[int]) -> str | None:
+    """A file that one of these addresses belongs to and is written to by all who have mapped it; None for none."""
+    shared = [mapping for mapping in _mappings() if mapping.shared and mapping.writable]
+    if not shared:
+        return None
+    starts = [mapping.start for mapping in shared]
+    for address in addresses:
+        found = bisect(starts, address) - 1
+        if found >= 0 and address < shared[found].end:
+            return shared[found].path
+    return None
+
+
+class _Mapping(NamedTuple):
+    """A line of `/proc/self/maps`."""
 
     start: int
     end: int
-    offset: int
-    shared: bool
     writable: bool
-    device: int
+    shared: bool
+    offset: int
     inode: int
     path: str
 
 
-class Mappings:
-    """The file-backed memory of this process, as it is on first use. That takes some milliseconds."""
-
-    @functools.cached_property
-    def _mapped(self) -> list[_Mapped]:
-        try:
-            with open("/proc/self/maps", "rb") as file:
-                return _read(file.read())
-        except OSError:  # no /proc: everything is copied
-            return []
-
-    @functools.cached_property
-    def _ends(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """For each mapping: its first address, and the one after its last."""
-        starts, ends = [mapped.start for mapped in self._mapped], [mapped.end for mapped in self._mapped]
-        return np.array(starts, np.int64), np.array(ends, np.int64)
-
-    @functools.cached_property
-    def _descriptors(self) -> dict[tuple[int, int], str]:
-        """The path of a descriptor of each file that this process has open, by inode and device."""
-        found = {}
-        for name in os.listdir("/proc/self/fd"):
-            path = f"/proc/self/fd/{name}"
-            with contextlib.suppress(OSError):
-                status = os.stat(path)
-                found[status.st_ino, status.st_dev] = path
-        return found
-
-    def __contains__(self, address: object) -> bool:
-        """Whether the bytes at the address belong to a file, for `codec.encode`."""
-        assert isinstance(address, int)
-        return self._at(address) is not None
-
-    def _at(self, address: int) -> _Mapped | None:
-        found = bisect(self._mapped, address, key=lambda mapped: mapped.start) - 1
-        return self._mapped[found] if found >= 0 and address < self._mapped[found].end else None
-
-    def find(self, addresses: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The mapping that contains each stretch of memory, for `region`; -1 for none, and for empty stretches."""
-        if not len(addresses) or not self._mapped:
-            return np.full(len(addresses), -1, np.int64)
-        starts, ends = self._ends
-        found = np.searchsorted(starts, addresses, "right") - 1
-        inside = (found >= 0) & (sizes > 0) & (addresses + sizes <= ends[found])
-        return np.where(inside, found, -1)
-
-    def region(
-        self, index: int, low: int, high: int, storages: Iterable[torch.UntypedStorage] = ()
-    ) -> tuple[Region, MemoryFile | None, int] | None:
-        """The part of a mapping that holds the addresses from `low` to `high`.
-
-        Args:
-            index: of the mapping.
-            low: address of its first byte that is needed.
-            high: address after the last.
-            storages: those there that are shared memory for torch.
-
-        Returns:
-            The region, the open file it depends on, and the address of its first byte; None if its file can't be
-            reached.
-        """
-        mapped = self._mapped[index]
-        start = low & -_PAGE
-        nbytes = min(mapped.end, (high + _PAGE - 1) & -_PAGE) - start
-        reached = _reach(mapped, self._descriptors)
-        if reached is None:
-            return None
-        fd, by_name = reached
-        status = os.fstat(fd)
-        region = Region(
-            path=mapped.path,
-            offset=mapped.offset + start - mapped.start,
-            nbytes=nbytes,
-            shared=mapped.shared,
-            writable=mapped.writable,
-            device=status.st_dev,
-            inode=status.st_ino,
-            size=status.st_size,
-            storage=next(filter(None, (_shared_storage(mapped, storage) for storage in storages)), None),
-        )
-        if by_name and not mapped.path.startswith(_SHARED_MEMORY):
-            os.close(fd)
-            return region, None, start
-        try:
-            held = MemoryFile.received(fd, os.readlink(f"/proc/self/fd/{fd}"))
-        except MemoryFileError:
-            return None
-        return replace(region, held=held.address), held, start
+def _mappings() -> list[_Mapping]:
+    """The files that this process has mapped, by address, besides devices, our own and Ray's."""
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            lines = _LINE.findall(file.read())
+    except OSError:  # no /proc
+        return []
+    return [
+        _Mapping(int(start, 16), int(end, 16), write == b"w", share == b"s", int(offset, 16), int(inode), path)
+        for start, end, write, share, offset, inode, name in lines
+        if not _OURS_OR_RAYS.search(name) and (path := os.fsdecode(name.replace(rb"\012", b"\n")))
+    ]
 
 
-def _read(maps: bytes) -> list[_Mapped]:
-    """The mappings in `/proc/self/maps` that hold data, ascending."""
-    mapped: list[_Mapped] = []
-    for start, end, write, share, offset, major, minor, inode, path in _LINE.findall(maps):
-        if _LIBRARY.search(path) or _NO_DATA.search(path):
-            continue
-        new = _Mapped(
-            start=int(start, 16),
-            end=int(end, 16),
-            offset=int(offset, 16),
-            shared=share == b"s",
-            writable=write == b"w",
-            device=os.makedev(int(major, 16), int(minor, 16)),
-            inode=int(inode),
-            path=os.fsdecode(path.replace(rb"\012", b"\n")),
-        )
-        if mapped:
-            # The kernel splits a mapping if advice was given for a part of it.
-            last = mapped[-1]
-            if new == replace(last, start=last.end, end=new.end, offset=last.offset + last.end - last.start):
-                new = replace(last, end=new.end)
-                mapped.pop()
-        mapped.append(new)
-    return mapped
+def _region(fd: int, path: str, mode: str, offset: int, nbytes: int, **more: Any) -> Region:
+    status = os.fstat(fd)
+    return Region(path, mode, offset, nbytes, status.st_dev, status.st_ino, status.st_size, **more)
 
 
-def is_written(start: int, nbytes: int) -> bool:
+def _held(
+    fd: int, offset: int, address: int, nbytes: int, mode: str = "r+", storage: SharedStorage | None = None
+) -> Mapped:
+    """Memory of a file that has no name: another descriptor of it is kept."""
+    flags = (os.O_RDWR if mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    held = MemoryFile.received(os.open(f"/proc/self/fd/{fd}", flags), path)
+    return Mapped(_region(held.fd, path, mode, offset, nbytes, held=held.address, storage=storage), address, held)
+
+
+def _of_shared(storage: torch.UntypedStorage) -> Mapped | None:
+    """The memory of a storage that is shared for torch; see NOTE [Torch's shared memory]."""
+    start, nbytes = storage.data_ptr(), storage.nbytes()
+    path = storage.filename
+    try:
+        if path is not None:
+            path = os.path.abspath(path)
+            status = os.stat(path)
+            where = status.st_dev, status.st_ino, status.st_size
+            return Mapped(Region(path, "r+", 0, nbytes, *where, storage=SharedStorage(nbytes, False)), start, None)
+        if start % _PAGE == _COUNT:
+            manager, handle, nbytes = share_by_name(storage)  # shared already: this only returns its name
+            path = _SHARED_MEMORY + os.fsdecode(handle).lstrip("/")
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                return _held(fd, _COUNT, start, nbytes, storage=SharedStorage(nbytes, True, manager, handle))
+            finally:
+                os.close(fd)
+        fd, _ = share_by_descriptor(storage)  # likewise, its descriptor
+        # Without one it is a private mapping, of `torch.from_file(shared=False)`, whose file torch does not tell.
+        return None if fd < 0 else _held(fd, 0, start, nbytes, storage=SharedStorage(nbytes, True))
+    except (OSError, MemoryFileError) as error:
+        raise _unreachable(path or "a shared tensor's") from error
+
+
+def _unreachable(path: str) -> ReplicaError:
+    return ReplicaError(
+        f"the dataset writes to memory that it shares with other processes, the file {path}, which can't be opened any "
+        "more for the workers; keep the file under its name, give the dataset a copy (clone(), np.array()), or use "
+        'workers="fork"'
+    )
+
+
+def is_written(address: int, nbytes: int) -> bool:
     """Whether a private mapping of this process may differ from its file: also if the kernel does not reveal that."""
+    first_page, last_page = address // _PAGE, -(-(address + nbytes) // _PAGE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            for first in range(start // _PAGE, (start + nbytes) // _PAGE, _SCAN):
-                count = min(_SCAN, (start + nbytes) // _PAGE - first)
+            for first in range(first_page, last_page, _SCAN):
+                count = min(_SCAN, last_page - first)
                 entries = np.frombuffer(os.pread(file.fileno(), 8 * count, 8 * first), np.uint64)
                 if len(entries) != count:
                     return True
@@ -230,6 +325,37 @@ def is_written(start: int, nbytes: int) -> bool:
     except OSError:
         return True
     return False
+
+
+def merged(parts: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
+    """What is mapped at once: regions of whole pages that hold these parts of files.
+
+    Private parts that overlap get a region each: what is written to one must not show in the other, as if they had been
+    copied one by one.
+
+    Returns:
+        The regions, and for each part the number of its region and where it begins there.
+    """
+    regions: list[Region] = []
+    homes = [(-1, 0)] * len(parts)
+    of_file: dict[Region, list[int]] = {}
+    for number in sorted(range(len(parts)), key=lambda number: parts[number].offset):
+        part = parts[number]
+        known = of_file.setdefault(replace(part, offset=0, nbytes=0), [])
+        fits = (home for home in known if part.mode != "c" or regions[home].end <= part.offset)
+        if part.storage is not None or (home := next(fits, None)) is None:
+            home = len(regions)
+            known.append(home)
+            regions.append(part)
+        region = regions[home]
+        if part.storage is None:
+            regions[home] = replace(region, nbytes=max(region.end, part.end) - region.offset)
+        homes[number] = home, part.offset
+    starts = [region.offset & -_PAGE for region in regions]
+    whole = [
+        replace(region, offset=start, nbytes=region.end - start) for region, start in zip(regions, starts, strict=True)
+    ]
+    return whole, [(home, offset - starts[home]) for home, offset in homes]
 
 
 def open_region(region: Region, *, here: bool) -> int:
@@ -245,7 +371,7 @@ def open_region(region: Region, *, here: bool) -> int:
     Raises:
         ReplicaError: the file is not here, or is a different one.
     """
-    writable = region.shared and region.writable
+    writable = region.mode == "r+"
     what = "shared memory" if region.path.startswith((_SHARED_MEMORY, "/memfd:", "/dev/zero")) else "a file"
     where = f"The dataset refers to {what}, {region.path} ({'writable' if writable else 'read only'}), which"
     if region.held is not None and here:
@@ -257,7 +383,7 @@ def open_region(region: Region, *, here: bool) -> int:
         "put it on every node under the same path, or keep the workers where it is "
         "(ray_remote_args, for instance a scheduling_strategy or label_selector)"
     )
-    if region.path.endswith(_DELETED) or region.held is not None:
+    if region.held is not None:
         remedy = "give the dataset a copy (clone(), np.array()), or keep the workers on the driver's node"
         if writable:  # a file with that name here is not the same memory
             raise ReplicaError(f"{where} does not reach node {socket.gethostname()}; {remedy}")
@@ -277,8 +403,8 @@ def open_region(region: Region, *, here: bool) -> int:
     return fd
 
 
-def open_storage(region: Region, fd: int) -> tuple[torch.UntypedStorage, int] | None:
-    """The storage of a region as torch has it, and where in the region it starts.
+def open_storage(region: Region, fd: int) -> torch.UntypedStorage | None:
+    """The storage of a region as torch has it.
 
     None if there is none, or if the driver has dropped it since: then its name no longer exists.
 
@@ -291,56 +417,17 @@ def open_storage(region: Region, fd: int) -> tuple[torch.UntypedStorage, int] | 
         return None
     kind: Any = torch.UntypedStorage
     storage: torch.UntypedStorage
+    if shared.has_descriptor and not shared.manager:
+        storage = shared_by_descriptor(fd, shared.nbytes)  # duplicates the descriptor
+        return storage
     if not shared.manager:
-        if shared.has_descriptor:
-            storage = shared_by_descriptor(fd, shared.nbytes)  # duplicates the descriptor
-        else:
-            storage = kind.from_file(f"/proc/self/fd/{fd}", True, shared.nbytes)
-        return storage, 0
+        storage = kind.from_file(region.path, True, shared.nbytes)
+        return storage
     try:
         status = os.stat(_SHARED_MEMORY + os.fsdecode(shared.handle).lstrip("/"))
         if (status.st_dev, status.st_ino) != (region.device, region.inode):
             return None
         storage = shared_by_name(shared.manager, shared.handle, shared.nbytes)
-        return storage, _COUNT
+        return storage
     except (OSError, RuntimeError):  # without a name, it cannot be shared again
         return None
-
-
-def _shared_storage(mapped: _Mapped, storage: torch.UntypedStorage) -> SharedStorage | None:
-    """How torch's allocator has mapped a storage; None if workers do not need to know."""
-    if not mapped.shared or mapped.offset:
-        return None
-    start = storage.data_ptr() - mapped.start
-    if start == 0:
-        fd, _ = share_by_descriptor(storage)  # shared already: this only returns the descriptor
-        return SharedStorage(storage.nbytes(), fd >= 0)
-    if start == _COUNT:
-        manager, handle, nbytes = share_by_name(storage)  # shared already, see above
-        return SharedStorage(nbytes, True, manager, handle)
-    return None
-
-
-def _reach(mapped: _Mapped, descriptors: dict[tuple[int, int], str]) -> tuple[int, bool] | None:
-    """A descriptor of the file behind a mapping, and whether its path leads to it; None if it can't be opened."""
-    flags = (os.O_RDWR if mapped.shared and mapped.writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
-    for path in _ways(mapped, descriptors):
-        with contextlib.suppress(OSError):
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                continue  # a device: opening it can have effects
-            fd = os.open(path, flags)
-            if path.startswith("/proc/self/map_files/") or os.fstat(fd).st_ino == mapped.inode:
-                return fd, path == mapped.path
-            os.close(fd)
-    return None
-
-
-def _ways(mapped: _Mapped, descriptors: dict[tuple[int, int], str]) -> Iterator[str]:
-    yield mapped.path
-    if not mapped.path.endswith(_DELETED):
-        # It exists, but with another number: some file systems show one in `stat` and another in `maps`.
-        yield f"/proc/self/map_files/{mapped.start:x}-{mapped.end:x}"
-        return
-    if (mapped.inode, mapped.device) in descriptors:
-        yield descriptors[mapped.inode, mapped.device]
-    yield f"/proc/self/map_files/{mapped.start:x}-{mapped.end:x}"  # needs a privilege

@@ -66,14 +66,14 @@ from rayloader.transport.raw import (
     make_tensor,
     memory,
     resized,
+    root_of,
     set_array,
     set_attributes,
     set_state,
 )
 
 if TYPE_CHECKING:
-    from rayloader.transport.bulk import Groups
-    from rayloader.transport.mapped import Mappings
+    from rayloader.transport.mapped import Finder, Mapped
 
 PROTOCOL = 5
 _OF_SKELETONS = make_tensor.__module__
@@ -83,7 +83,7 @@ _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a
 _USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
 _OF_NAMED_TUPLES = "_make", "__new__", "__getnewargs__", "__reduce__", "__reduce_ex__"
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
-_CData: Any = ctypes.Array.__base__  # what all objects of ctypes are
+_ARROWS_BUFFER = "pyarrow.lib", "Buffer"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -144,11 +144,11 @@ def dumps_by_value(obj: Any) -> bytes:
 class Span:
     """The bytes `start` to `end` of one storage, and the token that represents them."""
 
-    __slots__ = ("end", "index", "shared", "start", "storage", "token")
+    __slots__ = ("end", "index", "mapped", "start", "storage", "token")
 
-    def __init__(self, storage: torch.UntypedStorage, start: int, end: int, *, shared: bool) -> None:
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int, mapped: Mapped | None) -> None:
         self.storage = storage  # kept: otherwise another storage could get its identity
-        self.shared = shared
+        self.mapped = mapped  # all of it, if it is mapped again and not copied
         self.start, self.end = start, end
         self.token = pickle.PickleBuffer(bytearray())  # writable: a read-only one has an opcode of its own
         self.index: int | None = None
@@ -174,21 +174,19 @@ class Pickler(ByValuePickler):
         file: io.BytesIO,
         known_classes: bool,
         carry: tuple[type, ...],
-        mapped: Mappings | None,
+        replica: bool,
         special: Special,
-        grouped: bool,
     ) -> None:
         self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will request them
         super().__init__(file, protocol=PROTOCOL, buffer_callback=self.references.append)
         self.known_classes = known_classes
         self.carry = carry
-        self.mapped = mapped
         self.special = special
-        self.groups: Groups | None = None
-        if grouped and mapped is not None:
-            from rayloader.transport.bulk import Groups
+        self.finder: Finder | None = None  # only for a replica
+        if replica:
+            from rayloader.transport.mapped import Finder
 
-            self.groups = Groups(mapped)
+            self.finder = Finder()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
         self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
         self.carried_objects: list[Any] = []
@@ -198,24 +196,21 @@ class Pickler(ByValuePickler):
         self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
         self.special_names: dict[str, set[str]] = {}  # of special objects in modules of functions that travel by value
         self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
+        self.mapped: dict[pickle.PickleBuffer, Mapped] = {}  # of a replica's buffers those that are mapped again
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled."""
         kind = type(obj)
         if kind is Tensor:
-            if self.groups is not None and not obj.__dict__ and (reduction := self.groups.tensor(obj)) is not None:
-                return reduction
             if obj._backward_hooks:
                 warn_if_has_hooks(obj)  # as between torch's processes
             return self._tensor(obj)
         if kind in self.ordinary:
             return NotImplemented
         if kind is np.ndarray:
-            if self.mapped is None:
-                if _TORCHS_PROTOCOL >= 5 and not (obj.flags.carray and obj.dtype.byteorder != _SWAPPED):
-                    return NotImplemented  # NumPy keeps more in that protocol than `_array` does for older ones
-            elif self.groups is not None and (reduction := self.groups.array(obj)) is not None:
-                return reduction
+            usual = obj.flags.carray and obj.dtype.byteorder != _SWAPPED
+            if self.finder is None and _TORCHS_PROTOCOL >= 5 and not usual:
+                return NotImplemented  # NumPy keeps more in that protocol than `_array` does for older ones
             return self._array(obj)
         if issubclass(kind, Tensor):
             with no_torch_function():
@@ -232,13 +227,13 @@ class Pickler(ByValuePickler):
         """How an object of a kind is pickled that few batches hold."""
         if kind in (torch.UntypedStorage, torch.TypedStorage) and (reduction := self._storage(obj, kind)) is not None:
             return reduction
-        if kind is np.memmap or (self.mapped is not None and issubclass(kind, np.ndarray)):
+        if kind is np.memmap or (self.finder is not None and issubclass(kind, np.ndarray)):
             return self._subclass_of_array(obj)
         if issubclass(kind, types.ModuleType) and (reduction := _of_module(obj)) is not None:
             return reduction
         if kind is types.FunctionType and obj.__module__ == _OF_SKELETONS:
             return NotImplemented  # spares our own functions cloudpickle's search
-        if self.mapped is not None and (reduction := self._of_replica(obj, kind)) is not None:
+        if self.finder is not None and (reduction := self._of_replica(obj, kind, self.finder)) is not None:
             return reduction
         _check_can_leave(obj, kind)
         if self.known_classes and issubclass(kind, (type, types.FunctionType)) and _is_named(obj):
@@ -255,7 +250,7 @@ class Pickler(ByValuePickler):
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and COMPILED in vars(obj):
             raise refusal(obj, "torch.compile has made it, outside of any module that workers can import")
-        if reduced is not NotImplemented and self.mapped is not None and self.copied is None:
+        if reduced is not NotImplemented and self.finder is not None and self.copied is None:
             self.copied = self._copied_special(obj)
         return reduced
 
@@ -267,7 +262,7 @@ class Pickler(ByValuePickler):
         if obj.device.type == "meta":
             return None
         if obj.device.type != "cpu":
-            if self.mapped is None:
+            if self.finder is None:
                 raise TypeError(
                     f"a batch and its indices must be in main memory, got a tensor on {str(obj.device)!r}: each worker "
                     "that uses an accelerator takes some of its memory and time from the trainer; create tensors on "
@@ -312,15 +307,19 @@ class Pickler(ByValuePickler):
         named = (name for name in names_in(function.__code__) if name in names) if names else ()
         return next(((f"{module.__name__}.{function.__qualname__}", name) for name in named), None)
 
-    def _of_replica(self, obj: Any, kind: type) -> Any:
+    def _of_replica(self, obj: Any, kind: type, finder: Finder) -> Any:
         """How it is pickled in a replica; None for as in a batch."""
         if (reduction := _of_multiprocessing(obj, kind)) is not None:
             return reduction
         if issubclass(kind, DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
             return kind, (datapipe_in(obj),)
-        if isinstance(obj, _CData) and ctypes.addressof(obj) in cast("Mappings", self.mapped):  # as a RawArray is
+        if finder.of_ctypes(obj) is not None:
             return kind.from_buffer, (np.frombuffer(obj, np.uint8),)  # type: ignore[attr-defined]
+        if (kind.__module__, kind.__name__) == _ARROWS_BUFFER and (mapped := finder.of_buffer(obj)) is not None:
+            make, (buffer,) = obj.__reduce_ex__(PROTOCOL)
+            self.mapped[buffer] = mapped.part(obj.address, obj.size)
+            return make, (buffer,)
         if issubclass(kind, tuple) and _has_own_new(kind):
             return tuple.__new__, (kind, tuple(obj)), getattr(obj, "__dict__", None)
         return self.special.reduce(obj, self._reduced) if issubclass(kind, self.special.kinds) else None
@@ -340,7 +339,7 @@ class Pickler(ByValuePickler):
             reductions.reduce_tensor(tensor)  # refuses
         state = tensor.__dict__ or None
         arguments = self._arguments(tensor)
-        if arguments is None and self.mapped is None and _has_bits(tensor):
+        if arguments is None and self.finder is None and _has_bits(tensor):
             # Between torch's processes it loses these bits, and its values with them; here only the bits.
             resolved = tensor.detach().resolve_conj().resolve_neg()
             arguments = self._arguments(resolved.requires_grad_() if tensor.requires_grad else resolved)
@@ -385,10 +384,10 @@ class Pickler(ByValuePickler):
         """The token of a storage of which these bytes are used."""
         span = self.spans.get(storage._cdata)
         if span is None:
-            # For shared memory in a replica, the whole storage: it is opened again, not copied.
-            shared = self.mapped is not None and storage.is_shared()
-            start, end = (0, storage.nbytes()) if shared else (start, end)
-            span = self.spans[storage._cdata] = Span(storage, start, end, shared=shared)
+            # Of shared memory in a replica the whole storage: it is opened again, not copied.
+            mapped = None if self.finder is None else self.finder.of_storage(storage)
+            start, end = (start, end) if mapped is None else (0, storage.nbytes())
+            span = self.spans[storage._cdata] = Span(storage, start, end, mapped)
             self.tokens[span.token] = span
         else:
             span.start, span.end = min(span.start, start), max(span.end, end)
@@ -410,36 +409,39 @@ class Pickler(ByValuePickler):
 
     def _array(self, array: np.ndarray[Any, Any], attributes: tuple[dict[str, Any], ...] = ()) -> Any:
         """`attributes`: only for a subclass, those in `__dict__` and those in `__slots__`."""
-        kind, dtype = type(array), array.dtype
-        writable = True  # as all arrays are after pickling between torch's processes
-        if self.mapped is not None:
+        kind, dtype, mapped = type(array), array.dtype, None
+        writable, owned = True, True  # writable as all arrays are after pickling between torch's processes
+        if self.finder is not None:
             self.arrays.append((array, address(array), array.nbytes))
-            writable = array.flags.writeable
+            writable, owned = array.flags.writeable, root_of(array).base is None
+            mapped = None if owned or not array.nbytes else self.finder.of_array(array)
         array = np.ndarray.view(array, np.ndarray) if attributes else array
         if dtype.hasobject or dtype.itemsize == 0:
             if writable and not attributes:
                 return NotImplemented
             make, arguments, content = cast("tuple[Any, ...]", array.__reduce__())
             return make, (kind, *arguments[1:]), (content, attributes, writable), None, None, set_array
-        if self.mapped is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
+        if self.finder is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
             dtype = dtype.newbyteorder("=")
             array = array.astype(dtype, "A")
         strides, offset, order = None, 0, "C"
         low, nbytes = address(array), array.nbytes
-        if self.mapped is None and array.flags.fnc:
+        if self.finder is None and array.flags.fnc:
             order = "F"  # that pickling keeps this order and C order, and converts all others to C order
         elif not array.flags.c_contiguous:
-            if self.mapped is not None:
+            if self.finder is not None:
                 first, end = byte_bounds(array)
-                if first in self.mapped or end - first <= nbytes:
+                if mapped is not None or end - first <= nbytes:
                     strides, offset = array.strides, low - first
                     low, nbytes = first, end - first
             if strides is None:
                 array = array.copy("C")
                 low = address(array)
         content = memory(low, nbytes, array)
-        in_band = nbytes <= _IN_BAND and (self.mapped is None or low not in self.mapped)
-        buffer = bytearray(content) if in_band else pickle.PickleBuffer(content)
+        # Memory that is not NumPy's is none of the pickle's: others may write to it, which `shared_file` looks for.
+        buffer = bytearray(content) if nbytes <= _IN_BAND and owned else pickle.PickleBuffer(content)
+        if mapped is not None:
+            self.mapped[cast("pickle.PickleBuffer", buffer)] = mapped.part(low, nbytes)
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
         arguments = buffer, array.shape, dtype.str if by_name else dtype
         layout = strides, offset, order, writable, kind

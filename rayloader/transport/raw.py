@@ -40,9 +40,9 @@ class _Memory:
 
     __slots__ = ("__array_interface__", "owner")
 
-    def __init__(self, address: int, count: int, owner: object, kind: str = "|u1", step: int = 1) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.owner = owner
-        memory = {"data": (address, False), "shape": (count,), "typestr": kind, "strides": (step,)}
+        memory = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "strides": (1,)}
         self.__array_interface__ = {"version": 3, **memory}
 
 
@@ -58,15 +58,11 @@ def address(array: np.ndarray[Any, Any]) -> int:
     return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
-def gather(addresses: np.ndarray[Any, Any], nbytes: int) -> np.ndarray[Any, Any]:
-    """A copy of `nbytes` bytes from each address, one after the other."""
-    offsets = addresses - addresses.min()
-    # They are items of one array, which begins at the lowest and whose items overlap; only these are read. The larger
-    # its step, the sooner NumPy can count the bytes of so many items.
-    whole = int(np.bitwise_or.reduce(offsets))
-    step = whole & -whole or 1
-    items = _Memory(int(addresses.min()), int(offsets.max()) // step + 1, None, f"|V{nbytes}", step)
-    return np.asarray(items)[offsets // step].view(np.uint8)  # type: ignore[no-any-return]
+def root_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array that this one is a view of, which is a view of no other array."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def storage_over(view: memoryview) -> torch.UntypedStorage:

@@ -44,9 +44,7 @@ def explain(obj: object, name: str) -> str | None:
         `dataset.file: _io.FileIO can't be sent to a worker (reason); remedy`, or None if nothing was found.
         At most 2000 objects and 6 levels are searched, and nothing is raised.
     """
-    from rayloader.transport.mapped import Mappings
-
-    if (found := _search(obj, name, partial(codec.encode, mapped=Mappings()))) is None:
+    if (found := _search(obj, name, partial(codec.encode, replica=True))) is None:
         return None
     remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
     for beginning, instead in _INSTEAD.items():

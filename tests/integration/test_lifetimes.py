@@ -113,7 +113,8 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
     note(rayloader.transport.codec, "encode")
     note(Image, "write")
     loader, epochs = load(pid, 1, **own), []
-    for _ in range(2):
+    for number in range(2):
+        loader.dataset.note = number  # which makes it another one
         assert len(list(loader)) == 1
         epochs.append(steps[:3])  # what follows is the batches' way
         steps.clear()

@@ -1,6 +1,7 @@
 """The dataset in real workers: what they share with each other, what with the driver, and what is their own."""
 
 import gc
+import json
 import multiprocessing
 import os
 import random
@@ -18,7 +19,9 @@ import pytest
 import ray
 import torch
 
+import programs
 import rayloader
+from aliases import Aliases
 from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
@@ -144,6 +147,19 @@ def test_what_is_kept_of_an_old_dataset_stays_and_the_rest_goes():
     assert same == pid
     ((_, names),) = holding(np.ones(10_000), lambda _: (os.getpid(), image_memory(None)[2]), 1)
     assert name not in names
+
+
+# ---- what shares memory
+
+
+def test_a_write_shows_where_it_does_under_torchs_spawn_in_each_epoch():
+    """Objects over one memory are separate, as pickling makes them; with fresh workers and with persistent ones."""
+    reference = programs.run(Path(__file__).with_name("script_aliases.py"))
+    assert reference.returncode == 0, reference.stderr
+    want = json.loads(reference.stdout)
+    for persistent in (False, True):
+        loader = DataLoader(Aliases(), None, num_workers=1, collate_fn=as_is, persistent_workers=persistent)
+        assert [list(loader) for _ in range(3)] == want
 
 
 # ---- what was shared stays so

@@ -107,6 +107,7 @@ def test_a_file_of_the_same_path_is_mapped(tmp_path):
 
 @pytest.mark.full
 def test_a_file_that_is_missing_there_is_named(tmp_path):
+    """As one without a name is on any other node: these share their file system."""
     np.arange(1000).tofile(tmp_path / "data")
     data = np.memmap(tmp_path / "data", np.int64, mode="r")
     (tmp_path / "data").unlink()

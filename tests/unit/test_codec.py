@@ -30,7 +30,6 @@ import programs
 from rayloader.errors import own_notes
 from rayloader.transport import pickler, raw, unpicklable
 from rayloader.transport.codec import decode, encode
-from rayloader.transport.mapped import Mappings
 from rayloader.transport.pickler import Special
 from rayloader.transport.raw import copied
 
@@ -199,7 +198,7 @@ def test_parameters():
 
 
 def as_replica(obj):
-    encoded = encode(obj, mapped=Mappings())
+    encoded = encode(obj, replica=True)
     return decode(encoded.skeleton, [bytearray(b) for b in encoded.buffers])
 
 
@@ -349,7 +348,7 @@ def test_sparse_tensors_are_not_kept():
 
 def test_exotic_tensors_share_with_ordinary_ones():
     z = torch.complex(torch.ones(50), torch.ones(50))
-    encoded = encode([z[10:12], z.conj()], mapped=Mappings())
+    encoded = encode([z[10:12], z.conj()], replica=True)
     assert [b.nbytes for b in encoded.buffers] == [z.nbytes]
     part, conj = decode(encoded.skeleton, [*map(copied, encoded.buffers)])
     part[0] = 7 + 8j
@@ -586,7 +585,7 @@ def test_a_replicas_views_of_memory_maps_have_their_attributes(tmp_path):
     mapped = np.memmap(tmp_path / "values", np.float64, "r", shape=(10, 100))
     masked = np.ma.masked_array(mapped, mask=mapped > 500)
     assert masked._mmap is not None
-    encoded = encode([mapped, masked, InfoArray(mapped[3], "x")], mapped=Mappings())
+    encoded = encode([mapped, masked, InfoArray(mapped[3], "x")], replica=True)
     rows, hidden, row = decode(encoded.skeleton, [bytearray(b) for b in encoded.buffers])
     assert (type(rows), rows.mode, rows.filename) == (np.memmap, "r", mapped.filename)
     assert type(hidden.data) is np.memmap
@@ -778,7 +777,7 @@ def test_byte_order_is_what_pickling_between_torchs_processes_makes_of_it(dtype,
         got = through(one)
         assert (got.dtype, got.shape, got.strides) == (want.dtype, want.shape, want.strides)
         assert np.array_equal(got, want)
-    kept = encode(array, mapped=Mappings())
+    kept = encode(array, replica=True)
     assert decode(kept.skeleton, [bytearray(b) for b in kept.buffers]).dtype == array.dtype  # a dataset's
 
 
@@ -977,7 +976,7 @@ def seeds_all():
     return torch.backends.cudnn.deterministic, torch.backends.mkldnn.enabled
 
 
-@pytest.mark.parametrize("options", [{}, {"mapped": Mappings()}])
+@pytest.mark.parametrize("options", [{}, {"replica": True}])
 def test_modules_of_classes_of_their_own_travel_by_name(options):
     held = [seeds_all, torch.backends, torch.backends.cudnn, torch.backends.cuda, torch.backends.mkldnn]
     by_value = types.FunctionType(seeds_all.__code__, {**globals(), "__name__": "__main__"}, "seeds_all")
@@ -999,7 +998,7 @@ def test_modules_of_classes_of_their_own_travel_by_name(options):
     ],
 )
 def test_a_copy_of_a_modules_generator_is_told(held, copied):
-    assert encode(held, mapped=Mappings(), special=Special((random.Random,))).copied == copied
+    assert encode(held, replica=True, special=Special((random.Random,))).copied == copied
     assert encode(held).copied is None
 
 
@@ -1021,7 +1020,7 @@ class OwnSetter(Delegates):
         self.inner = state["inner"] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"mapped": Mappings()}])
+@pytest.mark.parametrize("options", [{}, {"replica": True}])
 def test_objects_that_delegate(options):
     nested = through([Delegates(Delegates([1, 2])), OwnSetter("ab")], **options)
     assert nested[0].inner.count(2) == nested[0].count(2) == 1
@@ -1045,7 +1044,7 @@ class Same(collections.namedtuple("Same", "one two")):
 def test_a_named_tuple_with_a_constructor_of_its_own():
     made = Doubled(1)
     made.note = "kept"
-    got, same = through([made, Same(1, 2)], mapped=Mappings())
+    got, same = through([made, Same(1, 2)], replica=True)
     assert (type(got), tuple(got), got.note) == (Doubled, (1, 2), "kept")
     assert same == (1, "from __getnewargs__")
 
@@ -1084,7 +1083,7 @@ def chain(kind, length):
     return first
 
 
-@pytest.mark.parametrize("options", [{}, {"mapped": Mappings()}])
+@pytest.mark.parametrize("options", [{}, {"replica": True}])
 @pytest.mark.parametrize("kind", [Link, SlottedLink, DelegatingLink])
 def test_a_linked_list(kind, options):
     keys = {KeyLink(n, None) for n in range(3)}
@@ -1168,7 +1167,7 @@ def referring_to_itself():
 def test_explains_what_cannot_be_pickled(index):
     path, obj = list(culprits().items())[index]
     with pytest.raises((TypeError, RuntimeError, pickle.PicklingError)):
-        encode(obj, mapped=Mappings())
+        encode(obj, replica=True)
     text = unpicklable.explain(obj, "dataset")
     assert text.startswith(path.strip() + " can't be sent to a worker (")
     assert "__getstate__" in text

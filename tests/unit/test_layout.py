@@ -247,7 +247,6 @@ PRIVATE_ATTRIBUTES = {
         "_backward_hooks",
     ): "of each tensor of a batch, where a call would cost more",
     ("rayloader/transport/pickler.py", "_cdata"): "likewise",
-    ("rayloader/transport/bulk.py", "_cdata"): "of each tensor of a replica",
     ("rayloader/transport/pickler.py", "_slotnames"): "pickle's own list of slots, in every version of Python so far",
     ("rayloader/random/generator_kinds.py", "_inst"): "states name it: it is data there",
     ("rayloader/random/generator_kinds.py", "_rand"): "likewise",

@@ -11,7 +11,6 @@ import warnings
 import pytest
 import torch
 
-from rayloader.transport.mapped import Mappings
 from rayloader.transport.pickler import Pickler, Special, dumps_by_value
 
 FILE = "users_program.py"
@@ -144,17 +143,17 @@ class OnAccelerator:
         return torch.arange(3).untyped_storage()
 
 
-def pickler(mapped):
-    return Pickler(io.BytesIO(), False, (), mapped, Special(), False)
+def pickler(replica):
+    return Pickler(io.BytesIO(), False, (), replica, Special())
 
 
 def test_a_storage_on_an_accelerator_is_refused_in_a_batch():
     with pytest.raises(TypeError, match=r"got a tensor on 'cuda:1'.*DataLoader\(\.\.\., device='cuda'\)"):
-        pickler(None)._storage(OnAccelerator(), torch.UntypedStorage)
+        pickler(False)._storage(OnAccelerator(), torch.UntypedStorage)
 
 
 def test_a_storage_on_an_accelerator_is_copied_once_for_a_replica():
-    taking = pickler(Mappings())
+    taking = pickler(True)
     tokens = [taking._storage(OnAccelerator(), torch.UntypedStorage)[1][0] for _ in range(2)]
     assert tokens[0] is tokens[1]
     (span,) = taking.spans.values()

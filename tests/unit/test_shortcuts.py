@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from rayloader.actors.image import Image, open_image
+from rayloader.actors.image import Contents, Image, open_image
 from rayloader.transport.codec import decode, encode
-from rayloader.transport.mapped import Mappings
 from rayloader.transport.raw import copied
 
 RECORDS = np.array([(1, 2.5, b"ab"), (3, 4.5, b"c")], dtype=[("i", "<i4"), ("f", "<f8"), ("s", "S3")])
@@ -198,8 +197,7 @@ def test_in_a_batch_it_is_what_torch_delivers(kind, of_torch):
 
 def described_in_a_worker(obj):
     """A failed test would keep the image."""
-    mappings = Mappings()
-    image = Image.write(encode({"it": obj}, mapped=mappings), mappings)
+    image = Image.write(Contents(encode({"it": obj}, replica=True)))
     return described(decode(*open_image(image.address))["it"])
 
 
@@ -214,8 +212,8 @@ def test_in_a_dataset_it_is_what_a_fork_leaves(kind):
 
 
 @pytest.mark.parametrize("view", [memoryview(b"abc"), memoryview(np.arange(3))])
-@pytest.mark.parametrize("mapped", [None, Mappings()])
-def test_a_view_of_memory_is_refused(view, mapped):
+@pytest.mark.parametrize("replica", [False, True])
+def test_a_view_of_memory_is_refused(view, replica):
     """As pickle refuses it; cloudpickle would send bytes."""
     with pytest.raises(TypeError, match="cannot pickle 'memoryview' object: keep the object that it is a view of"):
-        encode(view, mapped=mapped)
+        encode(view, replica=replica)
