@@ -5,8 +5,8 @@ When the last patch is removed, torch's class is what it was before the first.
 
 NOTE [The class stays]: frameworks import torch's class by name, check `isinstance` against it, derive from it, and may
 be imported before or after a patch. So no name is replaced: the class remains torch's, and its constructor turns the
-object into one of ours, whose class derives from it. A loader of a subclass keeps its class, and gets our iterators:
-see `adopted.py`.
+object into one of ours, whose class derives from it; for torchdata's class that is a class of its own, see
+`stateful.py`. A loader of a subclass keeps its class, and gets our iterators: see `adopted.py`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Patch:
         """Puts it in force (again), on top of the patches that are."""
         if not adopted.patches:
             adopted.exchange_iterators()
-            for loader_class in _replaced_classes():
-                _replace_constructor(loader_class)
+            for loader_class, our_class in _replaced_classes().items():
+                _replace_constructor(loader_class, our_class)
         if self not in adopted.patches:
             adopted.patches.append(self)
 
@@ -69,10 +69,10 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
     """Makes every framework of this process create loaders of ours in place of torch's.
 
     From this call on, `torch.utils.data.DataLoader(...)` returns a `rayloader.DataLoader`, under whatever name it is
-    called, and so does torchdata's `StatefulDataLoader(...)`. A loader of ours that a framework rebuilds keeps its
-    own arguments. Loaders of subclasses of torch's class keep their class, and get our iterators, and so does what else
-    torch's iterators are created from; where that is impossible, a warning says so. Loaders that exist already are left
-    alone. For instance::
+    called, and so does torchdata's `StatefulDataLoader(...)`; it is an instance of the class that was called, too. A
+    loader of ours that a framework rebuilds keeps its own arguments. Loaders of subclasses of torch's class keep their
+    class, and get our iterators, and so does what else torch's iterators are created from; where that is impossible, a
+    warning says so. Loaders that exist already are left alone. For instance::
 
         with rayloader.patch(seeding="batch"):
             trainer.train()
@@ -96,16 +96,19 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
     return Patch(defaults)
 
 
-def _replaced_classes() -> list[type]:
-    classes: list[type] = [TorchDataLoader]
+def _replaced_classes() -> dict[type, type[DataLoader[Any]]]:
+    """The classes that a patch stands in for, and ours, of which each derives from the one in whose place it is."""
+    classes: dict[type, type[DataLoader[Any]]] = {TorchDataLoader: DataLoader}
     with contextlib.suppress(ImportError):
-        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader import StatefulDataLoader as TorchdatasLoader
 
-        classes.append(StatefulDataLoader)
+        from rayloader.frameworks.stateful import StatefulDataLoader
+
+        classes[TorchdatasLoader] = StatefulDataLoader
     return classes
 
 
-def _replace_constructor(loader_class: type) -> None:
+def _replace_constructor(loader_class: type, our_class: type[DataLoader[Any]]) -> None:
     before: Any = vars(loader_class)["__init__"]
 
     @functools.wraps(before)
@@ -115,7 +118,7 @@ def _replace_constructor(loader_class: type) -> None:
             return
         own = _own_arguments((*args, *kwargs.values()))
         if type(loader) is loader_class:
-            loader.__class__ = DataLoader
+            loader.__class__ = our_class
             DataLoader.__init__(loader, *args, **{**own, **kwargs})  # type: ignore[arg-type]
             return
         adopted.adopt(loader, own)

@@ -47,6 +47,7 @@ from rayloader.transport import codec
 FORMAT, VERSION = "rayloader", 15
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
+_TORCHDATAS = {"_snapshot", "_sampler_iter_yielded"}  # of which the states of torchdata's loader have one
 TAKEN = "_num_yielded"
 VERSIONS = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
 
@@ -334,6 +335,12 @@ class State(NamedTuple):
         Raises:
             StateError: it is not what `pack` has returned.
         """
+        if isinstance(packed, dict) and _TORCHDATAS & packed.keys() and "format" not in packed:
+            raise StateError(
+                "this is not a state of a rayloader.DataLoader but of torchdata's StatefulDataLoader, which cannot be "
+                "continued exactly here: its order is of other samplers, and it lacks the workers' random streams; "
+                "finish that epoch with the loader that saved it, without rayloader.patch()"
+            )
         if not isinstance(packed, dict) or packed.get("format") != FORMAT:
             raise StateError(f"this is not a state of a rayloader.DataLoader: {reprlib.repr(packed)}")
         if packed.get("version") != VERSION:

@@ -11,9 +11,11 @@ import pytest
 import ray
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rayloader
 from framework_data import Augmented, Model, Numbers, Quiet, Sums, seed
@@ -68,7 +70,7 @@ def test_batches_that_are_on_the_device_already_are_not_copied_again(patched, mo
 
 
 def check_is_ours(loader, restarts=3):
-    assert type(loader.base_dataloader) is rayloader.DataLoader
+    assert isinstance(loader.base_dataloader, rayloader.DataLoader)
     assert (loader.on_error, loader.max_skipped, loader.max_worker_restarts) == ("skip", 4, restarts)
 
 
@@ -150,6 +152,45 @@ def test_accelerate_saves_and_loads_the_states_of_its_loaders(tmp_path):
     accelerator, loader = prepared(rayloader.DataLoader, 2, use_stateful_dataloader=True, own=OWN)
     accelerator.load_state(tmp_path)
     assert epoch(loader) == batches[3:]
+
+
+def stateful(kind, num_workers, **options):
+    """One of the loaders that Accelerate makes with `use_stateful_dataloader`."""
+    dataset = [torch.tensor(number) for number in range(16)]
+    return kind(dataset, batch_size=4, num_workers=num_workers, use_stateful_dataloader=True, **options)
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(DataLoaderShard, {}), (DataLoaderDispatcher, {}), (SkipDataLoader, {"skip_batches": 1})]
+)
+def test_its_loaders_are_instances_of_torchdatas_class_and_keep_their_place(kind, options, num_workers):
+    Accelerator(cpu=True)
+    loader = stateful(kind, num_workers, **options)
+    for one in (loader, loader.base_dataloader):
+        assert isinstance(one, StatefulDataLoader)
+        assert isinstance(one, rayloader.DataLoader)
+    assert isinstance(loader, kind)
+    batches, states = [], []
+    for batch in loader:
+        batches.append(batch.tolist())
+        states.append(loader.state_dict())
+    assert batches == [[*range(begin, begin + 4)] for begin in range(4 * len(options), 16, 4)]
+    for taken in (1, 2):
+        anew = stateful(kind, num_workers)
+        anew.load_state_dict(states[taken - 1])
+        assert epoch(anew) == batches[taken:]
+
+
+def test_a_checkpoint_of_torchdatas_own_loader_is_an_error_that_says_so(tmp_path):
+    accelerator, loader = prepared(DataLoader, 0, use_stateful_dataloader=True)
+    next(iter(loader))
+    accelerator.save_state(tmp_path)
+    with rayloader.patch():
+        accelerator, _ = prepared(DataLoader, 0, use_stateful_dataloader=True)
+        with pytest.raises(rayloader.StateError, match="but of torchdata's StatefulDataLoader"):
+            accelerator.load_state(tmp_path)
 
 
 @pytest.mark.usefixtures("patched")

@@ -119,7 +119,7 @@ def test_that_no_worker_is_to_send_its_state_has_no_effect(steps):
 
 def test_a_state_of_its_own_is_refused():
     state = StatefulDataLoader(Squares()).state_dict()
-    with pytest.raises(rayloader.StateError, match="not a state of a rayloader"):
+    with pytest.raises(rayloader.StateError, match="but of torchdata's StatefulDataLoader"):
         rayloader.DataLoader(Squares()).load_state_dict(state)
 
 

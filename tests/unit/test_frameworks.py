@@ -348,9 +348,70 @@ def test_nobody_is_told_that_a_context_was_given():
 def test_torchdatas_loader_becomes_ours():
     with rayloader.patch(on_error="skip"):
         loader = StatefulDataLoader(DATASET, 2)
-        assert type(loader) is rayloader.DataLoader
+        assert isinstance(loader, rayloader.DataLoader)
         assert loader.on_error == "skip"
         assert loader.state_dict()["format"] == "rayloader"
+
+
+@pytest.mark.parametrize("loader_class", PATCHED)
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda loader: loader,
+        copy.copy,
+        lambda loader: pickle.loads(pickle.dumps(loader)),
+        lambda loader: type(loader)(loader.dataset, loader.batch_size, num_workers=loader.num_workers),
+    ],
+)
+def test_what_a_class_makes_is_an_instance_of_it(loader_class, copied):
+    """A trainer may have bound the class at any time, and asks by it whether a loader keeps its position."""
+    with rayloader.patch():
+        loader = copied(loader_class(DATASET, 2))
+    names = {StatefulDataLoader, sys.modules["torchdata.stateful_dataloader"].StatefulDataLoader}
+    for name in {loader_class, DataLoader, torch.utils.data.DataLoader, rayloader.DataLoader}:
+        assert isinstance(loader, name)
+        assert issubclass(type(loader), name)
+    assert [isinstance(loader, name) for name in names] == [loader_class is StatefulDataLoader] * len(names)
+    assert repr(loader).startswith(f"rayloader.{loader_class.__name__}(range")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_nothing_is_found_in_torchdatas_class_but_the_class():
+    with rayloader.patch():
+        kind = type(StatefulDataLoader(DATASET))
+    theirs = {name: value for name, value in vars(StatefulDataLoader).items() if callable(value)}
+    assert {"__init__", "__iter__", "_get_iterator", "state_dict", "load_state_dict"} <= theirs.keys()
+    assert [name for name, value in theirs.items() if getattr(kind, name) is value] == []
+
+
+def loader_states(loaders):
+    """As a trainer makes its checkpoint that asks by torchdata's class."""
+    return [loader.state_dict() for loader in loaders if isinstance(loader, StatefulDataLoader)]
+
+
+def test_a_trainer_that_asks_by_class_keeps_the_position():
+    with rayloader.patch():
+        loader, anew = StatefulDataLoader(DATASET, 2), StatefulDataLoader(DATASET, 2)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    (state,) = loader_states([loader])
+    anew.load_state_dict(state)
+    assert list(map(str, anew)) == list(map(str, iterator))
+    assert len(list(anew)) == 5
+
+
+@pytest.mark.parametrize("taken", [0, 2, 5])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_of_torchdatas_own_is_an_error_that_says_so(taken, num_workers):
+    context = "fork" if num_workers else None
+    theirs = StatefulDataLoader(DATASET, 2, True, num_workers=num_workers, multiprocessing_context=context)
+    for _, _ in zip(range(taken), theirs, strict=False):
+        pass
+    with rayloader.patch():
+        loader = StatefulDataLoader(DATASET, 2, True, num_workers=num_workers)
+    with pytest.raises(rayloader.StateError, match="but of torchdata's StatefulDataLoader"):
+        loader.load_state_dict(theirs.state_dict())
 
 
 def test_patch_takes_the_arguments_that_torchs_loader_has_not():
@@ -465,6 +526,7 @@ def test_defaults_are_checked_at_once(defaults, error, text):
 
 def test_without_torchdata(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    monkeypatch.delitem(sys.modules, "rayloader.frameworks.stateful", raising=False)
     with rayloader.patch():
         assert type(DataLoader(DATASET)) is rayloader.DataLoader
         assert type(StatefulDataLoader(DATASET)) is StatefulDataLoader
