@@ -272,7 +272,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
         assert self._fleet is not None
         position, options = self.position, self._options
         depth = None if plan.elastic or options.dynamic else options.prefetch_factor
-        self._tally = loader._recorder.begins(self, self._num_workers, len(self._fleet.hosts), depth)
+        epoch = position.epoch_of_run
+        self._tally = loader._recorder.begins(self, self._num_workers, len(self._fleet.hosts), depth, epoch)
         if plan.elastic and plan.goes_on:
             self._sampler_iter = DrawAhead(self._index_sampler, self._sampler_iter)
             self._sampler_iter.skipped(position.next_task)

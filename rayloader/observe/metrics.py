@@ -132,7 +132,7 @@ class Metrics:
                 gauge.set(value, {"loader": label})
 
     def _count(self, one: _Reported) -> None:
-        period = one.recorder.tell()[1].period()
+        period = one.recorder.tell().total.period()
         for name, (_, value_of) in COUNTERS.items():
             value = value_of(period)
             more = value - one.counted.get(name, 0.0)
