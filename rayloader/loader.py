@@ -488,14 +488,17 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             print(loader.stats())
         """
         from rayloader.data.cached import cache_in
-        from rayloader.observe.stats import LoaderStats, verdict
+        from rayloader.observe.stats import LoaderStats
+        from rayloader.observe.verdict import verdict
 
-        epoch, whole = self._recorder.tell()
+        epoch, recent, total, epochs = self._recorder.tell()
         iterator = self.live_iterator
         stats = LoaderStats(
             num_workers=len(epoch.workers),
             epoch=epoch.period(),
-            total=whole.period(),
+            recent=recent.period(),
+            total=total.period(),
+            epochs=epochs,
             processes=epoch.processes,
             bytes_under_way=iterator.bytes_under_way if iterator is not None else 0,
             bytes_held=iterator.bytes_held if iterator is not None else 0,

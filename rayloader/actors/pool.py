@@ -27,7 +27,6 @@ from typing import Any
 import cloudpickle
 import ray
 from ray.exceptions import RayError
-from ray.util.metrics import Counter, Gauge
 
 from rayloader.actors import session
 from rayloader.actors._compat_ray import draining_nodes, leave_out_deaths
@@ -37,7 +36,6 @@ from rayloader.actors.placement import Draining, Placement
 from rayloader.actors.process import WorkerProcess
 from rayloader.errors import RaySessionError, add_note
 from rayloader.interrupts import TICK_S, Bell, DaemonThread, new_lock
-from rayloader.observe.metrics import Metrics
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import ray_use
 from rayloader.workers.connection import NeverStarts
@@ -72,7 +70,6 @@ class Pool:
         self._usable = Notes(_Usable)  # by loaders
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
-        self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
         self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
         self.draining = Draining(functools.partial(draining_nodes, ray))
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
@@ -105,8 +102,6 @@ class Pool:
         """
         self.wait()  # after this, actors that finalizers have left are warm
         self._usable.of(loader).key = _key(remote_args)
-        if self._metrics.watch(loader):
-            self.later(self.tidy)
         return Lease(self._tidy_later, name)
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
@@ -197,24 +192,18 @@ class Pool:
         usable = {loader.key for loader in self._usable}
         shared = not session.started_here()
         left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
-        metrics = self._metrics.tell() if self.session_alive() else None
         drains = self._look_for_drains() if self.session_alive() else None
-        return min((seconds for seconds in (left, metrics, drains) if seconds is not None), default=None)
+        return min((seconds for seconds in (left, drains) if seconds is not None), default=None)
 
     def shutdown(self) -> None:
         """Kills every actor; callable more than once."""
         self._lifetimes.closed = True
-        janitor.do(self._end_metrics)
         janitor.do(self._lifetimes.kill_all)
         self._usable.clear()
         if self._probe is not None:
             self._probe.close()
 
     # ----
-
-    def _end_metrics(self) -> None:
-        if self.session_alive():
-            self._metrics.tell(at_once=True)
 
     def _look_for_drains(self) -> float | None:
         """Calls `Draining.look`; actors that no loader uses end with their nodes."""

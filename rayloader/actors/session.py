@@ -397,12 +397,6 @@ def node_id() -> str:
     return str(imported().get_runtime_context().get_node_id())
 
 
-def exports_metrics() -> bool:
-    """Whether Ray offers the metrics of this node's processes to Prometheus; the answer may take a millisecond."""
-    here = node_id()
-    return any(node["NodeID"] == here and node.get("MetricsExportPort", 0) > 0 for node in imported().nodes())
-
-
 def is_on_one_node() -> bool:
     """Whether the cluster consists of this machine alone."""
     return len([node for node in imported().nodes() if node["Alive"]]) == 1

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from rayloader.cli.rates import Subject, prints_to_standard_error
 from rayloader.loader import DataLoader
 from rayloader.observe.recorder import cpus
+from rayloader.options import Workers
 from rayloader.transport.lanes import switched_off
 from rayloader.transport.memory_file import available
 
@@ -42,8 +44,14 @@ class Check:
     advice: str = ""  # what to do; "" if there is nothing to do.
 
 
-def checks(num_workers: int = 2) -> Iterator[Check]:
-    """All checks, one after the other; the later ones start Ray and `num_workers` workers."""
+def checks(num_workers: int = 2, workers: Workers = "auto", given: Subject | None = None) -> Iterator[Check]:
+    """All checks, one after the other; the later ones start Ray and `num_workers` workers.
+
+    Args:
+        num_workers: of the loaders that are tried.
+        workers: what these are; "auto" tries both.
+        given: a loader of the user's, which is tried too.
+    """
     yield Check("rayloader", True, importlib.metadata.version("rayloader"))
     yield Check("Python", True, platform.python_version())
     for name in ("torch", "ray", "numpy", "cloudpickle"):
@@ -53,11 +61,29 @@ def checks(num_workers: int = 2) -> Iterator[Check]:
         "system", sys.platform == "linux", system, "workers are tested on Linux only; use num_workers=0 elsewhere"
     )
     yield from _machine(num_workers)
-    yield _forks(num_workers)
+    if given is not None:
+        yield _given(given, 0)
+    if workers != "ray":
+        yield _forks(num_workers)
+        if given is not None:
+            yield _given(given, num_workers, "fork")
+    if workers == "fork":
+        return
     started = _ray(num_workers)
     yield started
     if started.ok:
         yield from _lanes(num_workers)
+        if given is not None:
+            yield _given(given, num_workers, "ray")
+
+
+def busy() -> str:
+    """That other programs keep this machine busy, if they do: by the load of the last minute."""
+    try:
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    except OSError:  # the system does not tell
+        return ""
+    return f"this machine is busy (load {load:.0f} on {cores} cores)" if load >= cores else ""
 
 
 def _checked(name: str, ok: bool, found: str, advice: str) -> Check:
@@ -67,7 +93,8 @@ def _checked(name: str, ok: bool, found: str, advice: str) -> Check:
 def _machine(num_workers: int) -> Iterator[Check]:
     cores = cpus()
     shared = f"{num_workers} workers and the trainer will share {cores:g}"
-    yield _checked("cores", cores >= min(num_workers, 2), f"{cores:g} usable of {os.cpu_count()}", shared)
+    found = "; ".join(filter(None, [f"{cores:g} usable of {os.cpu_count()}", busy()]))
+    yield _checked("cores", cores >= min(num_workers, 2), found, shared)
 
     free, needed = available(), num_workers * WORKER_BYTES
     found = "unknown" if free is None else f"{free / 1e9:.1f} GB available"
@@ -98,6 +125,18 @@ def _forks(num_workers: int) -> Check:
         return "workers that are forks of this process deliver batches"
 
     return _tried("forks", load, 'workers="ray" makes them actors')
+
+
+def _given(given: Subject, num_workers: int, workers: Workers = "auto") -> Check:
+    """A loader of the user's, with so many workers."""
+
+    def load() -> str:
+        with prints_to_standard_error():
+            next(iter(given.loader("rayloader", num_workers, workers)))
+        return "its first batch came"
+
+    how = {"auto": "without workers", "fork": "with forks", "ray": "with Ray actors"}[workers]
+    return _tried(f"your loader {how}", load, "the error is that of your dataset, or says what to do")
 
 
 def _ray(num_workers: int) -> Check:

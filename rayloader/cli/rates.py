@@ -6,9 +6,10 @@ What the dataset prints meanwhile goes to standard error.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
+import inspect
+import itertools
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
 
 from rayloader.loader import DataLoader
+from rayloader.observe.stats import figure
+from rayloader.options import OwnArguments, Workers
 
 LoaderKind = Literal["torch", "rayloader"]
 
@@ -25,6 +29,8 @@ LoaderKind = Literal["torch", "rayloader"]
 ENOUGH = 0.95
 # A trainer that waits less than this has no use for more workers.
 LITTLE_WAIT = 0.02
+# How many rounds a measurement has, whose rates are compared: how far they differ says how far to trust their median.
+ROUNDS = 5
 
 
 class RateError(Exception):
@@ -37,45 +43,115 @@ class Rate:
 
     num_workers: int  # of the loader.
     first: float  # seconds to the first batch, including the start of the workers.
-    batches: float  # per second, once all workers run, over as many epochs as needed.
+    batches: float  # per second, once all workers run, over as many epochs as needed: the median of the rounds.
+    lowest: float  # of the rounds.
+    highest: float  # likewise.
     wait_share: float  # the share of the time from then on that the trainer spent in `next` and `iter`.
 
 
-def measure(kind: LoaderKind, dataset: str, num_workers: int, seconds: float, step: float, **options: Any) -> Rate:
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: the arguments of the loaders, but for `num_workers`.
+
+    Attributes:
+        common: of torch's loader and of rayloader's.
+        own: of rayloader's alone.
+    """
+
+    common: dict[str, Any]
+    own: dict[str, Any]
+
+    @classmethod
+    def of(cls, given: Any, **options: Any) -> Subject:
+        """What a loader, of torch's class or ours, or a dataset stands for.
+
+        Args:
+            given: that one.
+            **options: of the loaders of a dataset; those that are None are left out.
+
+        Raises:
+            RateError: a loader is given, and options that it has already.
+        """
+        set_here = {name: value for name, value in options.items() if value is not None}
+        if not isinstance(given, TorchDataLoader):
+            return cls({"dataset": given, "batch_size": 32, **set_here}, {})
+        if set_here:
+            raise RateError(f"a loader is measured as it is: leave out {' and '.join(map(_option, set_here))}")
+        return cls(*_arguments(given))
+
+    def loader(self, kind: LoaderKind, num_workers: int, workers: Workers | None = None) -> Any:
+        """The loader of so many workers; of rayloader's also what these are, None: as given."""
+        arguments = {**self.common, **(self.own if kind == "rayloader" else {})}
+        if kind == "rayloader" and workers is not None:
+            arguments["workers"] = workers
+            if workers == "fork":
+                arguments = {name: value for name, value in arguments.items() if name not in _OF_ACTORS}
+        if num_workers == 0:
+            arguments = {name: value for name, value in arguments.items() if name not in _OF_WORKERS}
+        loader_class: Any = TorchDataLoader if kind == "torch" else DataLoader
+        return loader_class(num_workers=num_workers, **arguments)
+
+
+# torch's arguments that a loader without workers refuses, and those that say how indices are grouped.
+_OF_WORKERS = {"prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
+# Those that ask for actors, or are refused beside workers="fork".
+_OF_ACTORS = {"ray_remote_args", "arenas", "multiprocessing_context", "fresh_processes"}
+_ORDER = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _arguments(loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those with which torch's class, and ours, makes such a loader; but for `num_workers`."""
+    names = [*inspect.signature(TorchDataLoader.__init__).parameters][1:]
+    common = {name: getattr(loader, name) for name in names if name not in {*_ORDER, "num_workers"}}
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    if is_iterable:
+        common |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is not None:
+        common["batch_sampler"] = loader.batch_sampler
+    else:
+        common |= {"batch_size": None, "sampler": loader.sampler}
+    if not isinstance(loader, DataLoader):
+        return common, {}
+    # What a rank reads of a stream it asks by itself; the samplers are those of the rank already.
+    without = {"skip_steps", *(() if is_iterable else ("num_replicas", "rank", "seed"))}
+    return common, {name: getattr(loader, name) for name in OwnArguments.__annotations__ if name not in without}
+
+
+def measure(
+    kind: LoaderKind,
+    subject: Subject,
+    num_workers: int,
+    seconds: float,
+    step: float,
+    workers: Workers | None = None,
+) -> Rate:
     """Loads for `seconds` with so many workers.
 
     Args:
         kind: of the loader.
-        dataset: "module:name" of a dataset, or of a function that returns one without arguments.
+        subject: what is loaded.
         num_workers: of the loader.
         seconds: how long to measure.
         step: how long the trainer works on each batch, in seconds.
-        **options: of the loader; `collate_fn` as "module:name", or "" for torch's.
+        workers: see `Subject.loader`.
 
     Raises:
         RateError: the dataset gives no batch, or raised.
     """
-    loader_class: Any = TorchDataLoader if kind == "torch" else DataLoader
     try:
-        with _prints_to_standard_error():
-            collate_fn = named(options["collate_fn"]) if options["collate_fn"] else None
-            loader = loader_class(_dataset(dataset), num_workers=num_workers, **{**options, "collate_fn": collate_fn})
-            return measured(loader, num_workers, seconds, step)
+        return measured(subject.loader(kind, num_workers, workers), num_workers, seconds, step)
     except RateError:
         raise
     except Exception as error:  # anything that the user's code raises
         raise RateError(f"{type(error).__name__}: {error}") from error
 
 
-@functools.cache
-def _dataset(name: str) -> Any:
-    dataset = named(name)
-    is_made = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
-    return dataset if is_made and not isinstance(dataset, type) else dataset()
-
-
 @contextlib.contextmanager
-def _prints_to_standard_error() -> Iterator[None]:
+def prints_to_standard_error() -> Iterator[None]:
     """Reserves the standard output, of this process and of its children, for the answers."""
     sys.stdout.flush()
     answers = os.dup(1)
@@ -124,28 +200,13 @@ def for_step(rates: Sequence[Rate], step: float) -> tuple[int, str]:
     return best.num_workers, f"{who} waits {best.wait_share:.0%} of its time: {more}make the samples cheaper"
 
 
+def spread(rate: Rate) -> str:
+    """The rate, and the lowest and the highest of its rounds, as text."""
+    return f"{figure(rate.batches)} ({figure(rate.lowest)}-{figure(rate.highest)})"
+
+
 def _workers(number: int) -> str:
     return "no workers" if number == 0 else f"{number} worker{'s' * (number > 1)}"
-
-
-def named(name: str) -> Any:
-    """The object named by "module:name"; modules are also searched for in the working directory.
-
-    Raises:
-        RateError: there is none.
-    """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
-    module, _, path = name.partition(":")
-    if not module or not path:
-        raise RateError(f"an object must be named as module:name, got {name!r}; for instance train:dataset")
-    try:
-        target = importlib.import_module(module)
-        for part in path.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError) as error:
-        raise RateError(f"{name} cannot be found: {error}") from error
-    return target
 
 
 def measured(loader: Any, num_workers: int, seconds: float, step: float) -> Rate:
@@ -160,7 +221,7 @@ def measured(loader: Any, num_workers: int, seconds: float, step: float) -> Rate
     for _ in zip(range(num_workers), iterator, strict=False):  # a worker that has given a batch has started
         pass
     start = now = time.perf_counter()
-    batches, waited, came = 0, 0.0, True
+    ends, waited, came = [start], 0.0, True
     while now < start + seconds:
         try:
             next(iterator)
@@ -170,12 +231,19 @@ def measured(loader: Any, num_workers: int, seconds: float, step: float) -> Rate
             iterator, came = iter(loader), False
             continue
         got = time.perf_counter()
-        waited += got - now
-        batches, came = batches + 1, True
+        waited, came = waited + got - now, True
         if step:
             time.sleep(step)
         now = time.perf_counter()
-    if not batches:
+        ends.append(now)
+    if len(ends) == 1:
         raise RateError("the dataset gives too few batches to be measured")
-    spent = now - start
-    return Rate(num_workers, first, batches / spent, waited / spent)
+    rounds = rates_of_rounds(ends)
+    return Rate(num_workers, first, statistics.median(rounds), min(rounds), max(rounds), waited / (now - start))
+
+
+def rates_of_rounds(ends: Sequence[float]) -> list[float]:
+    """Batches a second in rounds of equally many batches, from when the first one began, and then each one ended."""
+    count = min(ROUNDS, len(ends) - 1)
+    bounds = [(len(ends) - 1) * number // count for number in range(count + 1)]
+    return [(last - first) / (ends[last] - ends[first]) for first, last in itertools.pairwise(bounds)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
-from rayloader.cli import rates, sources
+from rayloader.cli import sources
 from rayloader.cli.console import AsJson, err, fail, out, print_json, shown
 from rayloader.cli.inspecting import Key
 from rayloader.cli.sources import SourceError
@@ -30,7 +29,9 @@ Sources = Annotated[
 LoaderName = Annotated[
     str,
     typer.Option(
-        "--loader", help="module:name of the run's loader, or of a function that returns it", show_default=False
+        "--loader",
+        help="the run's loader, or a function that returns it: module:name or file.py:name",
+        show_default=False,
     ),
 ]
 Step = Annotated[int, typer.Option(help="number of the batch in its epoch, from 0", min=0, show_default=False)]
@@ -68,7 +69,7 @@ def replay(
         found = _outcome(rebuilt, chosen, step, rebuilding.before)
         if save is not None:
             torch.save(rebuilt.batch, save)
-    except (SourceError, RayloaderError, rates.RateError, LookupError) as error:
+    except (SourceError, RayloaderError, LookupError) as error:
         fail(error)
     if as_json:
         print_json(found)
@@ -111,19 +112,9 @@ def _epoch(states: list[State], log: Log | None) -> int:
 
 def _made(name: str, rank: int | None, world: int | None) -> Any:
     """The loader of this name, or the one that a function of this name returns."""
-    made = rates.named(name)
-    told = {key: value for key, value in (("rank", rank), ("num_replicas", world)) if value is not None}
-    if not isinstance(made, DataLoader) and callable(made):
-        try:
-            inspect.signature(made).bind(**told)
-        except TypeError as error:
-            raise SourceError(
-                f"{name} must be a function that takes {' and '.join(told) or 'no arguments'}, as --rank and --world "
-                f"say: {error}"
-            ) from None
-        made = made(**told)
-    elif told:
-        raise SourceError(f"--rank and --world are for a function with the arguments rank and num_replicas, not {name}")
+    made = sources.made(
+        name, **{key: value for key, value in (("rank", rank), ("num_replicas", world)) if value is not None}
+    )
     if not isinstance(made, DataLoader):
         raise SourceError(f"{name} must be or return a rayloader.DataLoader, got {type(made).__name__}")
     return made

@@ -1,13 +1,17 @@
-"""What a file given to a command holds: a state, the states of all ranks, or a provenance log.
+"""What is given to a command: a file with a state, the states of all ranks, or a provenance log; or a loader's name.
 
-A state may lie anywhere inside of a checkpoint. Nothing in a file is run: `torch.load` reads tensors and plain types
-only, and the tensors of a large checkpoint stay on disk.
+A state may lie anywhere inside of a checkpoint. Nothing in such a file is run: `torch.load` reads tensors and plain
+types only, and the tensors of a large checkpoint stay on disk. The module that a name is of is imported.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import os
 import pickle
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +30,65 @@ _SHOWN = 20  # keys that an error lists
 
 
 class SourceError(Exception):
-    """A file is not what a command needs; the text says why."""
+    """What was given is not what a command needs; the text says why."""
+
+
+def named(name: str) -> Any:
+    """The object of a name.
+
+    Args:
+        name: "module:name", of a module that may lie in the working directory; or "file.py:name". The module is
+            imported, so a script needs `if __name__ == "__main__":` around what it does.
+
+    Raises:
+        SourceError: there is none.
+    """
+    module, _, path = name.rpartition(":")
+    if not module or not path:
+        raise SourceError(f"an object must be named as module:name or file.py:name, got {name!r}")
+    is_file = module.endswith(".py")
+    file = Path(module).resolve()
+    folder, module = (str(file.parent), file.stem) if is_file else (os.getcwd(), module)
+    if sys.path[0] != folder:
+        sys.path.insert(0, folder)
+    try:
+        target = importlib.import_module(module)
+        if is_file and Path(target.__file__ or "").resolve() != file:
+            raise SourceError(f"{name} can't be found: there is another module {module}, {target.__file__}")
+        for part in path.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise SourceError(f"{name} can't be found: {error}") from error
+    return target
+
+
+def made(name: str, **told: int) -> Any:
+    """The loader or dataset of this name, or what a function or class of this name returns.
+
+    Args:
+        name: see `named`.
+        **told: what the function is called with.
+
+    Raises:
+        SourceError: there is none, or no function with these arguments, or it has raised.
+    """
+    found = named(name)
+    if not isinstance(found, type) and (hasattr(found, "__getitem__") or hasattr(found, "__iter__")):
+        if told:
+            raise SourceError(
+                f"--rank and --world are for a function with the arguments rank and num_replicas, not {name}"
+            )
+        return found
+    try:
+        inspect.signature(found).bind(**told)
+    except TypeError as error:
+        raise SourceError(
+            f"{name} must be a function that takes {' and '.join(told) or 'no arguments'}: {error}"
+        ) from None
+    try:
+        return found(**told)
+    except Exception as error:  # of the user's code
+        raise SourceError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 def load(path: str | Path, key: str = "") -> dict[str, Any] | list[dict[str, Any]] | Log:

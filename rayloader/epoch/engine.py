@@ -557,9 +557,9 @@ class Engine:
 
     def _name(self, worker: Worker, task: Task, lane: str, spent: Spent) -> None:
         """Notes a batch that may be one of the slowest, or is traced, with its indices."""
-        indices = indices_of(task, at_most=64)
-        self._tally.note_slow((task.task_id, int(spent.worker_id), spent.build, indices))
+        self._tally.note_slow((task.task_id, int(spent.worker_id), spent.build, indices_of(task)))
         if (trace := self._tally.trace) is not None:
+            indices = indices_of(task, at_most=64)
             trace.built(worker.host.created_at, lane.startswith("line"), task.task_id, indices, spent)
 
     # ---- losses

@@ -99,7 +99,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._num_yielded = position.delivered
             self._settle()
             self._go_on(Stream() if saved.stream is None else replace(saved.stream))
-        self._tally = loader._recorder.begins(self, 0)
+        self._tally = loader._recorder.begins(self, 0, epoch=position.epoch_of_run)
         self._samples = 0  # number of samples in the last batch
         self._drawn = position.next_task  # tasks whose indices were drawn
         self._checksum = position.checksum  # of their indices

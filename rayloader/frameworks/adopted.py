@@ -46,7 +46,6 @@ class Adopted:
     """
 
     label = DataLoader.label
-    live_iterator = DataLoader.live_iterator
     opened_log = DataLoader.opened_log
     __slots__ = (
         "__weakref__",

@@ -30,13 +30,17 @@ from rayloader.errors import RayloaderError
 from rayloader.protocol import Spent, pack_spent
 
 if TYPE_CHECKING:
-    from rayloader.observe.stats import Period, Times
+    from rayloader.observe.stats import EpochTimes, Period, Times
     from rayloader.observe.trace import Trace, Tracing
 
 # How many answers are folded together: with fewer, NumPy's calls would cost more than the entries.
 FOLD = 2048
 # How many of the slowest batches are named.
-SLOWEST = 5
+SLOWEST = 3
+# With fewer batches than this, and fewer than two of each worker, chance has too large a part in the numbers.
+ENOUGH_BATCHES = 20
+# How many epochs are shown one by one.
+SHOWN_EPOCHS = 8
 # A batch that takes more than this many times the median is slow.
 SLOW = 4.0
 
@@ -45,6 +49,11 @@ SLOW = 4.0
 KEPT = 2048
 
 _Numbers = np.ndarray[Any, np.dtype[Any]]
+
+
+def is_enough(batches: int, num_workers: int) -> bool:
+    """Whether so many batches, without the first of each epoch, tell what limits the rate."""
+    return batches >= max(ENOUGH_BATCHES, 2 * num_workers)
 
 
 class Series:
@@ -151,7 +160,7 @@ class WorkerTally:
 
 # Attributes of `Tally` that are added up, under the same names as in `Period`.
 _SUMS = (
-    *("batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "blocked", "behind", "drawing"),
+    *("epochs", "batches", "samples", "nbytes", "restarts", "skipped", "first_wait", "blocked", "behind", "drawing"),
     *("page_locked", "locked_bytes", "locking"),
 )
 
@@ -163,6 +172,7 @@ class Tally:
         num_workers: how many workers build its batches.
         processes: how many processes host them.
         depth: batches of each worker that may be under way; 0 without workers.
+        epoch: its number in the run, from 0.
 
     Attributes:
         wait: seconds inside `next`.
@@ -173,11 +183,10 @@ class Tally:
         trace: the trace in progress, if any.
     """
 
-    def __init__(self, num_workers: int = 0, processes: int = 0, depth: int = 0) -> None:
-        self.processes = processes
-        self.depth = depth
+    def __init__(self, num_workers: int = 0, processes: int = 0, depth: int = 0, epoch: int = 0) -> None:
+        self.processes, self.depth, self.epoch = processes, depth, epoch
         self.wait, self.step = Series(), Series()
-        self.batches = self.samples = self.nbytes = self.restarts = self.skipped = 0
+        self.epochs = self.batches = self.samples = self.nbytes = self.restarts = self.skipped = 0
         self.page_locked = self.locked_bytes = 0
         self.first_wait = self.blocked = self.behind = self.drawing = self.locking = 0.0
         self.workers = [WorkerTally() for _ in range(num_workers)]
@@ -196,7 +205,7 @@ class Tally:
         """Sets where to report events from now on. Any thread may call this."""
         self.trace = trace
         self._attends = True
-        self.slow = self._fifth_slowest
+        self.slow = self._least_slow
 
     # ---- in the user's thread
 
@@ -228,7 +237,7 @@ class Tally:
         if self.batches:
             self.wait.add(now - asked)
         else:
-            self.first_wait = now - asked
+            self.epochs, self.first_wait = 1, now - asked
             self.blocked = self.behind = self.drawing = 0.0  # the first batch's wait included these
             self.cpu_use = CpuUse()
             self._began = now
@@ -264,10 +273,10 @@ class Tally:
     def note_slow(self, slow: Slow) -> None:
         """A batch that may be one of the slowest."""
         self.slowest = sorted([*self.slowest, slow], key=lambda slow: -slow[2])[:SLOWEST]
-        self.slow = self._fifth_slowest
+        self.slow = self._least_slow
 
     @property
-    def _fifth_slowest(self) -> float:
+    def _least_slow(self) -> float:
         if self.trace is not None or len(self.slowest) < SLOWEST:
             return -1.0
         return self.slowest[-1][2]
@@ -299,6 +308,20 @@ class Tally:
                 whole.note_slow(slow)
         whole._keep(work)
         return whole
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it tells what limits the rate."""
+        return is_enough(self.wait.count, len(self.workers))
+
+    def times(self) -> EpochTimes:
+        """How the time was spent, for the user."""
+        from rayloader.observe.stats import EpochTimes
+
+        wait, step, number, sums = self.wait.total, self.step.total, len(self.workers), self.work.sums.sum(axis=0)
+        idle, build = float(sums[0]), float(sums[1:].sum())
+        busy = (wait + step) * (build / (build + idle) if build else 0.0)
+        return EpochTimes(self.epoch, wait, step, busy if number else wait, number)
 
     def period(self) -> Period:
         """The measurements, for the user."""
@@ -339,23 +362,44 @@ class Tally:
         )
 
 
+class _Kept(NamedTuple):
+    """What a recorder has."""
+
+    past: Tally  # of all that has ended.
+    #: of the last epochs that have ended, added up until they are enough to tell what limits the rate, the last one at
+    #: the end. Two such sums suffice: the last one may have just been begun.
+    recent: tuple[Tally, ...]
+    epochs: tuple[EpochTimes, ...]  # of those that have ended, the last ones.
+    live: list[tuple[weakref.ref[object], Tally]]  # to which iterators still write, the latest last.
+
+
+class Told(NamedTuple):
+    """What a recorder tells."""
+
+    epoch: Tally  # that began last.
+    recent: Tally  # of it, and of as many before it as it takes to tell what limits the rate.
+    total: Tally  # of all epochs.
+    epochs: tuple[EpochTimes, ...]  # the last ones.
+
+
 class Recorder:
     """The measurements of all epochs of one loader. The loader owns it and its iterators write to their `Tally`."""
 
     def __init__(self) -> None:
-        # One tally of all that has ended, and the tallies that iterators still write to, the latest last. Replaced as a
-        # whole, because another thread may be reading it.
-        self._tallies: tuple[Tally, list[tuple[weakref.ref[object], Tally]]] = Tally(), []
+        self._kept = _Kept(Tally(), (), (), [])  # replaced as a whole, because another thread may be reading it
         self._trace: Trace | None = None
 
-    def begins(self, iterator: object, num_workers: int, processes: int = 0, depth: int = 0) -> Tally:
+    def begins(self, iterator: object, num_workers: int, processes: int = 0, depth: int = 0, epoch: int = 0) -> Tally:
         """An iterator of the loader begins an epoch; its previous one, if any, has ended. See `Tally`."""
-        past, live = self._tallies
+        past, recent, epochs, live = self._kept
         ended = [tally for ref, tally in live if ref() in (None, iterator)]
         others = [(ref, tally) for ref, tally in live if ref() not in (None, iterator)]
-        new = Tally(num_workers, processes, depth)
+        for tally in ended:
+            recent = _with(recent, tally)
+        epochs = (*epochs, *(tally.times() for tally in ended if tally.batches))[1 - SHOWN_EPOCHS :]
+        new = Tally(num_workers, processes, depth, epoch)
         new.set_trace(self._trace)
-        self._tallies = Tally.of([past, *ended]), [*others, (weakref.ref(iterator), new)]
+        self._kept = _Kept(Tally.of([past, *ended]), recent, epochs, [*others, (weakref.ref(iterator), new)])
         return new
 
     def traced(self, path: Path, title: str) -> Tracing:
@@ -371,19 +415,33 @@ class Recorder:
     def set_trace(self, trace: Trace | None) -> None:
         """Sets where to report events from now on."""
         self._trace = trace
-        for _, tally in self._tallies[1]:
+        for _, tally in self._kept.live:
             tally.set_trace(trace)
 
-    def tell(self) -> tuple[Tally, Tally]:
-        """The tallies of the epoch that began last, and of all epochs."""
-        past, live = self._tallies
-        return self.latest, Tally.of([past, *(tally for _, tally in live)])
+    def tell(self) -> Told:
+        """All of it."""
+        past, recent, epochs, live = self._kept
+        epoch = self.latest
+        near = [epoch]
+        while recent and not Tally.of(near).is_enough and len(recent[-1].workers) == len(epoch.workers):
+            near.insert(0, recent[-1])
+            recent = recent[:-1]
+        epochs += tuple(tally.times() for _, tally in live if tally.batches)
+        return Told(epoch, Tally.of(near), Tally.of([past, *(tally for _, tally in live)]), epochs[-SHOWN_EPOCHS:])
 
     @property
     def latest(self) -> Tally:
         """The tally of the epoch that began last; zeros before the first one."""
-        past, live = self._tallies
-        return live[-1][1] if live else past
+        return self._kept.live[-1][1] if self._kept.live else self._kept.past
+
+
+def _with(recent: tuple[Tally, ...], ended: Tally) -> tuple[Tally, ...]:
+    """The sums of the last epochs with one that has ended; those of other numbers of workers tell nothing any more."""
+    if not recent or len(recent[-1].workers) != len(ended.workers):
+        return (ended,)
+    if recent[-1].is_enough:
+        return recent[-1], ended
+    return *recent[:-1], Tally.of([recent[-1], ended])
 
 
 # A container's share of the machine, and its use of it (control groups, version 2).

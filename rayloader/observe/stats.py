@@ -1,20 +1,19 @@
-"""A loader's measurements, `DataLoader.stats()`, and its verdict: is it the loader or the model?
+"""A loader's measurements, `DataLoader.stats()`, and how they are shown: as text, as a picture and as a dict.
 
-Promise: data, its text form, and a pure function of it, `verdict`, which says what follows from the numbers, or that
-nothing does; no clock, no Ray, no torch. Times are in seconds, sizes in bytes.
+Promise: data only; no clock, no Ray, no torch. Times are in seconds, sizes in bytes. The text has at most 12 lines of
+100 columns, whatever the loader: the verdict three, the slowest batches three, and all else one line each.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
+import dataclasses
+import html
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
-# How many workers the text describes one by one.
-SHOWN_WORKERS = 16
-# Longer lines are wrapped.
-WIDTH = 120
+# Columns of the text, and of the names on its left.
+WIDTH, NAMES = 100, 12
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,6 @@ class Times:
     def mean(self) -> float:
         """Mean time in seconds."""
         return self.total / self.count if self.count else 0.0
-
-    def __str__(self) -> str:
-        return f"median {seconds(self.median)}, p95 {seconds(self.p95)}, p99 {seconds(self.p99)}"
 
 
 @dataclass(frozen=True)
@@ -60,14 +56,6 @@ class WorkerStats:
         """The share of its time, from 0 to 1, for which it had something to do."""
         return _share(self.build.total, self.idle)
 
-    def __str__(self) -> str:
-        batches = self.build.count
-        if not batches:
-            return "has sent no batch"
-        parts = [f"{name} {seconds(getattr(self, name) / batches)}" for name in ("fetch", "collate", "transfer")]
-        where = f"{self.process}, {self.lane}, depth {self.depth}"
-        return f"busy {self.busy:.0%}, {batches:,} batches: {', '.join(parts)} each; {where}"
-
 
 @dataclass(frozen=True)
 class SlowBatch:
@@ -76,24 +64,25 @@ class SlowBatch:
     batch: int  #: its number in its epoch, from 0 on.
     worker_id: int  #: the worker that built it.
     seconds: float  #: how long this took.
-    indices: str  #: of its samples, as text, shortened if there are many; "" for an iterable dataset.
+    indices: str  #: of its first six samples, as text; "" for an iterable dataset.
 
     def __str__(self) -> str:
         indices = f", indices {self.indices}" if self.indices else ""
-        return f"batch {self.batch} of worker {self.worker_id}: {seconds(self.seconds)}{indices}"
+        return f"batch {self.batch}: {seconds(self.seconds)}{indices}"
 
 
 @dataclass(frozen=True)
 class Period:
-    """One epoch, or all epochs together: what the trainer got, and how its time was spent."""
+    """One epoch, or several together: what the trainer got, and how its time was spent."""
 
+    epochs: int = 0  #: in which the trainer got a batch.
     batches: int = 0  #: that the trainer got.
     samples: int = 0  #: in these batches; for each batch, as many as its worker took from the dataset and did not skip.
     #: in the memory of their tensors, arrays and other buffers. Without workers, only tensors and arrays in lists,
     #: tuples and dicts count.
     nbytes: int = 0
     #: seconds inside `next()` until the first batch of the epoch, in which workers start and the first batches are
-    #: built; not part of any other figure. In all: of all epochs together.
+    #: built; not part of any other figure. Of several epochs: all of these together.
     first_wait: float = 0.0
     #: inside `next()`, for each other batch. Without workers this is the time in which it is built.
     wait: Times = Times()
@@ -113,7 +102,7 @@ class Period:
     restarts: int = 0  #: of workers whose process died, hung or was lost.
     skipped: int = 0  #: samples that were left out, with `on_error="skip"`.
     workers: tuple[WorkerStats, ...] = ()  #: in the order of their numbers; none with `num_workers=0`.
-    slowest: tuple[SlowBatch, ...] = ()  #: a handful of batches, the slowest first.
+    slowest: tuple[SlowBatch, ...] = ()  #: three batches at most, the slowest first.
 
     @property
     def seconds(self) -> float:
@@ -147,9 +136,22 @@ class Period:
 
     def __str__(self) -> str:
         return (
-            f"{self.batches:,} batches, {self.samples:,} samples, {nbytes(self.nbytes)}; {self.batches_per_s:,.1f} "
-            f"batches/s, {self.samples_per_s:,.1f} samples/s, {nbytes(self.bytes_per_s)}/s"
+            f"{_held(self)}; {figure(self.batches_per_s)} batches/s, {figure(self.samples_per_s)} samples/s, "
+            f"{nbytes(self.bytes_per_s)}/s"
         )
+
+
+@dataclass(frozen=True)
+class EpochTimes:
+    """How the time of one epoch was spent, from its first batch on; in seconds."""
+
+    epoch: int  #: its number in the run, from 0.
+    wait: float  #: inside `next()`.
+    step: float  #: between two calls of `next()`.
+    #: of wait and step together, those in which a worker had something to do, on average over the workers; without
+    #: workers those of `wait`, in which the trainer builds its batches itself.
+    build: float
+    workers: int  #: how many there were.
 
 
 @dataclass(frozen=True)
@@ -177,18 +179,24 @@ class CacheStats:
     def __str__(self) -> str:
         full = ", full" if self.full else ""
         return (
-            f"{self.present:,} of {self.samples:,} samples in {nbytes(self.nbytes)}{full}; {self.hits:,} were read and "
-            f"{self.built:,} built: {self.hit_rate:.0%}"
+            f"{figure(self.present)} of {figure(self.samples)} samples in {nbytes(self.nbytes)}{full}; "
+            f"{figure(self.hits)} were read and {figure(self.built)} built: {self.hit_rate:.0%}"
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoaderStats:
-    """A loader's measurements: see `DataLoader.stats()`. Its `str()` is a table for reading."""
+    """A loader's measurements: see `DataLoader.stats()`. Its `str()` and `repr()` are a text for reading.
+
+    A notebook shows that text below a picture of the last epochs.
+    """
 
     num_workers: int = 0  #: of the last iterator; 0 without workers, and before the first `iter()`.
     epoch: Period = Period()  #: the epoch in progress, or else the last one.
+    #: what the verdict is of: this epoch, and where it has too few batches to tell, as many before it as it takes.
+    recent: Period = Period()
     total: Period = Period()  #: all epochs of all iterators of this loader object.
+    epochs: tuple[EpochTimes, ...] = ()  #: the last eight at most, in their order.
     processes: int = 0  #: how many host these workers.
     #: bytes of batches that the workers have sent and the trainer has not taken. The size of batches that are still
     #: being built is not known.
@@ -209,218 +217,189 @@ class LoaderStats:
     verdict: str = ""  #: whether the loader or the trainer is the bottleneck, and what to do, in one sentence.
 
     def __str__(self) -> str:
-        epoch = self.epoch
-        lines = [("verdict", self.verdict), ("this epoch", str(epoch)), ("in all", str(self.total))]
-        if epoch.batches:
-            lines.append(("first batch", f"after {seconds(epoch.first_wait)}"))
-            lines.append(("wait", f"{epoch.wait_share:.0%} of the time; {epoch.wait}"))
-            lines.append(("step", f"{1 - epoch.wait_share:.0%} of the time; {epoch.step}"))
-        if epoch.build.count:
-            lines.append(("building", f"{epoch.build} of a worker's time a batch"))
-        for worker in epoch.workers[:SHOWN_WORKERS]:
-            lines.append((f"worker {worker.worker_id}", str(worker)))
-        if len(epoch.workers) > SHOWN_WORKERS:
-            lines.append(("", f"and {len(epoch.workers) - SHOWN_WORKERS} more; all together busy {epoch.busy:.0%}"))
-        if self.num_workers:
-            waiting = f"{nbytes(self.bytes_under_way)} of batches wait for the trainer"
-            held = f"; it still holds {nbytes(self.bytes_held)} of those it was given" if self.bytes_held else ""
-            lines.append(("memory", waiting + held))
-        if self.total.page_locked or self.total.locked_bytes:
-            share = epoch.page_locked / epoch.batches if epoch.batches else 0.0
-            lines.append(
-                (
-                    "page-locked",
-                    f"{share:.0%} of this epoch's batches were built in page-locked memory; in it "
-                    f"{nbytes(epoch.locked_bytes)} were locked, in {seconds(epoch.locking)}; in all "
-                    f"{nbytes(self.total.locked_bytes)}",
-                )
-            )
+        recent, total = self.recent, self.total
+        several = f"{recent.epochs} epochs, " if recent.epochs > 1 else ""
+        lines = [("last epochs" if several else "last epoch", f"{several}{recent}")]
+        if recent.batches:
+            lines.append(("trainer", _of_trainer(recent)))
+        if recent.workers:
+            lines.append(("workers", _of_workers(recent, self.processes)))
+        lines.append(("machine", "; ".join(filter(None, [self._of_cpus(), self._of_memory()]))))
         if self.cache is not None:
             lines.append(("cache", str(self.cache)))
-        if self.cpu_use is not None:
-            lines.append(("CPUs", f"{self.cpu_use:.0%} of {self.cpus:g} in use"))
-        if self.total.restarts or self.total.skipped:
-            total = f"in all {self.total.restarts} and {self.total.skipped}"
-            lines.append(
-                ("failures", f"restarts of workers: {epoch.restarts}, skipped samples: {epoch.skipped}; {total}")
-            )
-        lines += [("slowest" if not place else "", str(slow)) for place, slow in enumerate(epoch.slowest)]
-        return "\n".join(textwrap.fill(f"{name:<11} {text}", WIDTH, subsequent_indent=" " * 12) for name, text in lines)
+        failures = f"; restarts {figure(total.restarts)}, skipped samples {figure(total.skipped)}"
+        of_all = f"{count(total.epochs, 'epoch')}, {_held(total)}"
+        lines.append(("in all", of_all + failures * bool(total.restarts or total.skipped)))
+        lines += [("slowest" * (not place), str(slow)) for place, slow in enumerate(recent.slowest)]
+        wide = WIDTH - NAMES
+        said = textwrap.wrap(self.verdict, wide, max_lines=3, placeholder=" ...") or [""]
+        lines = [("verdict" * (not place), line) for place, line in enumerate(said)] + lines
+        return "\n".join(f"{name:<{NAMES}}{_cut(_printable(text), wide)}".rstrip() for name, text in lines if text)
+
+    __repr__ = __str__
+
+    def _of_cpus(self) -> str:
+        return "" if self.cpu_use is None else f"CPUs {self.cpu_use:.0%} of {self.cpus:g}"
+
+    def _of_memory(self) -> str:
+        if not self.num_workers:
+            return ""
+        locked = ""
+        if self.total.page_locked or self.total.locked_bytes:
+            share = self.recent.page_locked / max(1, self.recent.batches)
+            locked = f", {share:.0%} in {nbytes(self.total.locked_bytes)} page-locked"
+        return f"batches: {nbytes(self.bytes_under_way)} wait, {nbytes(self.bytes_held)} held{locked}"
+
+    def _repr_html_(self) -> str:
+        return f"<div>{_picture(self.epochs)}<pre>{html.escape(str(self))}</pre></div>"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, and the shares and rates that follow from them, as plain types, for whoever exports them.
+
+        Returns:
+            Numbers, texts, lists and dicts, by the names of the attributes; what is None is left out. Totals that grow
+            with each batch are those of `total`.
+        """
+        plain: dict[str, Any] = _plain(self)
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass as a dict of its fields and properties, a tuple as a list."""
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    names = [field.name for field in dataclasses.fields(value)]
+    names += [name for name, found in vars(type(value)).items() if isinstance(found, property)]
+    return {name: _plain(found) for name in names if (found := getattr(value, name)) is not None}
+
+
+# ---- lines of the text
+
+
+def _held(period: Period) -> str:
+    return f"{count(period.batches, 'batch', 'batches')}, {count(period.samples, 'sample')}, {nbytes(period.nbytes)}"
+
+
+def _of_trainer(period: Period) -> str:
+    wait, step = period.wait, period.step
+    return (
+        f"waits {percent(period.wait_share)}: median {seconds(wait.median)}, p99 {seconds(wait.p99)}, first "
+        f"{seconds(period.first_wait)}; steps {percent(1 - period.wait_share)}: median {seconds(step.median)}"
+    )
+
+
+def _of_workers(period: Period, processes: int) -> str:
+    kinds = {worker.process for worker in period.workers if worker.process}
+    lanes = {worker.lane for worker in period.workers if worker.lane}
+    what = count(processes or len(period.workers), *(kinds if len(kinds) == 1 else ("worker",)))
+    how = f" ({[*lanes, 'several lanes'][0 if len(lanes) == 1 else -1]})" if lanes else ""
+    batches = max(1, period.build.count)
+    parts = [
+        f"{name} {figure(sum(getattr(worker, name) for worker in period.workers) / batches * 1e3)}"
+        for name in ("fetch", "collate", "transfer")
+    ]
+    return f"{what}{how}, busy {period.busy:.0%}: {', '.join(parts)} ms"
+
+
+def _cut(text: str, wide: int) -> str:
+    """The text, without the words at its end for which there is no room."""
+    if len(text) <= wide:
+        return text
+    whole, _, part = text[: wide - 4].rpartition(" ")
+    return f"{whole if len(part) < wide // 2 else text[: wide - 4]} ..."
+
+
+def _printable(text: str) -> str:
+    """The text as one line, without what moves a terminal's cursor, or is not valid in XML."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+# ---- the picture
+
+# Each is readable on black and on white, and none is told from another by red and green alone.
+_COLOURS = {"wait": "#e0702a", "step": "#8a8f98", "build": "#3f8fd2"}
+_LEGEND = {"wait": "the trainer waits", "step": "its step", "build": "batches are built"}
+_LEFT, _LONG, _HIGH = 70, 360, 14  # where bars begin, how long and how high they are, in pixels
+
+
+def _picture(epochs: tuple[EpochTimes, ...]) -> str:
+    """A bar of the trainer's time for each epoch, and below it one of its workers'; an SVG."""
+    longest = max((one.wait + one.step for one in epochs), default=0.0)
+    if not longest:
+        return ""
+    drawn, top = [], 0
+    for place, (name, words) in enumerate(_LEGEND.items()):
+        left = _LEFT + 130.0 * place
+        drawn += [_bar(left, top, _HIGH, _COLOURS[name]), _words(left + _HIGH + 4, top, words)]
+    for one in epochs:
+        top += 2 * _HIGH + 6
+        spent = one.wait + one.step
+        drawn.append(_words(0, top, f"epoch {one.epoch}"))
+        lanes = [[("wait", one.wait), ("step", one.step)], [("build", one.build)]]
+        if not one.workers:
+            lanes = [[("build", one.wait), ("step", one.step)]]
+        for lane, parts in enumerate(lanes):
+            left, y = float(_LEFT), top + lane * _HIGH
+            for name, part in parts:
+                drawn.append(_bar(left, y, part / longest * _LONG, _COLOURS[name]))
+                left += part / longest * _LONG
+            said = ", ".join(f"{name} {part / (spent or 1.0):.0%}" for name, part in parts)
+            drawn.append(_words(_LEFT + _LONG + 8, y, said + f" of {seconds(spent)}" * (not lane)))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _LONG + 220}" height="{top + 2 * _HIGH + 4}" '
+        f'font-family="sans-serif" font-size="11" fill="currentColor">{"".join(drawn)}</svg>'
+    )
+
+
+def _bar(left: float, top: float, length: float, colour: str) -> str:
+    return f'<rect x="{left:.1f}" y="{top}" width="{length:.1f}" height="{_HIGH - 1}" fill="{colour}"/>'
+
+
+def _words(left: float, top: float, text: str) -> str:
+    return f'<text x="{left:g}" y="{top + _HIGH - 3}">{text}</text>'
+
+
+# ---- numbers
 
 
 def _share(part: float, rest: float) -> float:
     return part / (part + rest) if part + rest > 0 else 0.0
 
 
+def percent(share: float) -> str:
+    """A share, as text; with a decimal where it is nearly nothing or nearly all."""
+    return f"{share:.0%}" if 0.1 <= share <= 0.9 or not 0.0005 <= share < 0.9995 else f"{share:.1%}"
+
+
+def figure(value: float) -> str:
+    """A number, as text of at most five characters."""
+    if value < 9999.5:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    for unit in ("k", "M", "G"):
+        value /= 1000
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
+    return f"{value / 1000:.3g}T"
+
+
+def count(number: int, what: str, several: str = "") -> str:
+    """How many there are of something, as text."""
+    return f"{figure(number)} {what if number == 1 else several or what + 's'}"
+
+
 def seconds(value: float) -> str:
     """A time, as text."""
-    if value >= 1:
-        return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+    if value >= 0.9995:
+        return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 0.9995e-3 else f"{value * 1e6:.3g} us"
 
 
 def nbytes(value: float) -> str:
     """A size, as text."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5:
             return f"{value:.3g} {unit}"
         value /= 1000
-    return f"{value:,.3g} TB"
-
-
-# With fewer batches than this, and fewer than two of each worker, chance has too large a part in the numbers.
-ENOUGH_BATCHES = 20
-# A trainer that waits less than this share of its time does not wait enough to matter.
-WAIT_SHARE = 0.05
-# A trainer whose steps take less than this share of the time does next to nothing: it waits whatever the loader does.
-STEP_SHARE = 0.05
-# Workers that are busy for this share of their time are the bottleneck; otherwise something keeps them from working.
-BUSY = 0.75
-# If this share of the CPUs is in use, more workers would only compete with each other.
-CPUS_IN_USE = 0.9
-# A worker that takes this many times as long as the others is called slow.
-SLOW_WORKER = 2.0
-# Batches count as stragglers if they are at most this share of all.
-STRAGGLER_SHARE = 0.25
-# Work varies: recommend this many times the number of workers that would suffice on average.
-MARGIN = 1.2
-
-
-def verdict(stats: LoaderStats) -> str:
-    """The sentence."""
-    enough = max(ENOUGH_BATCHES, 2 * stats.num_workers)
-    period = next((period for period in (stats.epoch, stats.total) if period.wait.count >= enough), None)
-    if period is None:
-        return f"too little to say: only {_count(stats.total.batches, 'batch', 'batches')} so far"
-    said = _said(stats, period) + _of_cache(stats.cache, period)
-    return said if period is stats.epoch else f"{said} (over all epochs)"
-
-
-def _of_cache(cache: CacheStats | None, period: Period) -> str:
-    """What a cache could do for a trainer that waits."""
-    if cache is None or not cache.full or period.wait_share < WAIT_SHARE:
-        return ""
-    return (
-        f"; the cache is full, and {cache.missing / cache.samples:.0%} of the samples are built each time: raise its "
-        "max_bytes"
-    )
-
-
-def _said(stats: LoaderStats, period: Period) -> str:
-    if period.wait_share < WAIT_SHARE:
-        return _trainer_bound(stats, period)
-    waits = f"the trainer waits {period.wait_share:.0%} of the time"
-    if idle_trainer := period.step.total < STEP_SHARE * period.seconds:
-        waits += ", for it does next to nothing with a batch"
-    if not period.workers:
-        return _without_workers(stats, period, waits, idle_trainer)
-    if period.blocked < period.wait.total / 2:
-        return _own_work(period, waits)
-    if period.busy >= BUSY:
-        return _more_workers(stats, period, waits, idle_trainer)
-    return _held_up(stats, period, waits)
-
-
-def _trainer_bound(stats: LoaderStats, period: Period) -> str:
-    waits = f"the trainer waits only {period.wait_share:.1%} of the time"
-    if not period.workers:
-        return f"nothing to mend: {waits}"
-    needed = max(1, math.ceil(MARGIN * period.build.mean * period.batches_per_s))  # not `total`: some are built ahead
-    if needed < stats.processes:
-        return f"the trainer is the bottleneck: {needed} of {_count(stats.processes, 'worker')} would do ({waits})"
-    return f"nothing to mend: {waits}"
-
-
-def _without_workers(stats: LoaderStats, period: Period, waits: str, idle_trainer: bool) -> str:
-    said = f"input-bound: {waits}, in which it builds its batches itself"
-    if _cpus_are_in_use(stats):
-        return f"{said}; {_no_use(stats)}"
-    if idle_trainer:
-        return f"{said}; num_workers=1 or more would build them in other processes"
-    needed = math.ceil(MARGIN * period.wait.total / period.step.total)
-    return f"{said}; num_workers={needed} would build them meanwhile"
-
-
-def _own_work(period: Period, waits: str) -> str:
-    each = seconds((period.wait.total - period.blocked) / period.wait.count)
-    if period.drawing > (period.wait.total - period.blocked) / 2:
-        return (
-            f"the sampler is the bottleneck: {waits}, mostly while the sampler draws indices; a cheaper sampler or "
-            "larger batches would help, more workers would not"
-        )
-    return (
-        f"input-bound: {waits}, mostly for the loader's own work in its process ({each} a batch); fewer, larger "
-        "batches would help, more workers would not"
-    )
-
-
-def _more_workers(stats: LoaderStats, period: Period, waits: str, idle_trainer: bool) -> str:
-    said = f"input-bound: {waits}, and the workers are busy {period.busy:.0%} of theirs"
-    near = sum(worker.lane.startswith("line") for worker in period.workers) * 2 >= len(period.workers)
-    if near and _cpus_are_in_use(stats):
-        return f"{said}; {_no_use(stats)}"
-    if idle_trainer:
-        return f"{said}; each further worker would raise the rate"
-    own = (period.wait.total - period.blocked + period.step.total) / period.wait.count
-    needed = math.ceil(MARGIN * period.build.mean / own)
-    more = max(1, needed - stats.processes)
-    said = f"{said}; about {_count(more, 'more worker')} would end it"
-    if near and stats.processes + more > stats.cpus:
-        said += f", if they need less than a CPU each: this machine has {stats.cpus:g}"
-    return said
-
-
-def _cpus_are_in_use(stats: LoaderStats) -> bool:
-    return stats.cpu_use is not None and stats.cpu_use >= CPUS_IN_USE
-
-
-def _no_use(stats: LoaderStats) -> str:
-    return (
-        f"all CPUs of this machine ({stats.cpus:g}) are in use already, so that more workers on it would not help: "
-        "cheaper samples would, or workers on other machines"
-    )
-
-
-def _held_up(stats: LoaderStats, period: Period, waits: str) -> str:
-    """What keeps workers from working while the trainer waits."""
-    idle = f"though the workers are busy only {period.busy:.0%} of theirs"
-    behind = period.behind >= period.blocked / 2
-    slow = _slow_worker(period.workers)
-    dynamic = "" if stats.dynamic or stats.iterable else ": scheduling='dynamic' (with seeding='batch')"
-    if behind and slow is not None:
-        return f"worker {slow.worker_id} is the bottleneck: {waits}, mostly for its batches, which take " + (
-            f"{slow.build.median / _others(period.workers, slow):.1f} times as long as the others'{dynamic}"
-        )
-    if behind and 0 < period.slow <= STRAGGLER_SHARE * period.build.count:
-        often = round(period.build.count / period.slow)
-        return (
-            f"slow batches are the bottleneck: {waits}, {idle}; one batch in {often} takes {period.slow_ratio:.0f} "
-            f"times the median, and the others wait for it{dynamic}"
-        )
-    if period.restarts:
-        return f"input-bound: {waits}, {idle}; workers were restarted {_count(period.restarts, 'time')} meanwhile"
-    if any(worker.lane == "Ray calls" for worker in period.workers):
-        return f"input-bound: {waits}, {idle}; batches spend the rest of the time on their way through Ray"
-    return (
-        f"input-bound: {waits}, {idle}; at most {stats.prefetch_factor} batches of each are under way: a larger "
-        "prefetch_factor may help"
-    )
-
-
-def _slow_worker(workers: tuple[WorkerStats, ...]) -> WorkerStats | None:
-    """The worker for which the others wait, if there is one."""
-    if len(workers) < 2 or any(worker.build.count < ENOUGH_BATCHES / 2 for worker in workers):
-        return None
-    slowest = max(workers, key=lambda worker: worker.build.median)
-    if slowest.busy < BUSY or slowest.build.median < SLOW_WORKER * _others(workers, slowest):
-        return None
-    return slowest
-
-
-def _others(workers: tuple[WorkerStats, ...], without: WorkerStats) -> float:
-    """How long a batch takes the other workers, in seconds."""
-    return statistics.median(worker.build.median for worker in workers if worker is not without)
-
-
-def _count(number: int, what: str, several: str = "") -> str:
-    return f"{number:,} {what if number == 1 else several or what + 's'}"
+    return f"{value:,.3g} PB"

@@ -2,6 +2,8 @@
 
 import torch
 
+from rayloader import DataLoader
+
 
 class Squares:
     def __len__(self):
@@ -22,3 +24,19 @@ empty = []
 
 def raises():
     raise ValueError("no such file")
+
+
+class Broken:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        raise ValueError("broken sample")
+
+
+def make_loader():
+    return DataLoader(range(64), batch_size=4, num_workers=2, prefetch_factor=2)
+
+
+def make_broken():
+    return DataLoader(Broken(), batch_size=4)

@@ -17,6 +17,7 @@ from probes import Calls, as_is, load
 from rayloader import DataLoader
 from rayloader.actors import pool
 from rayloader.epoch import ahead, engine
+from rayloader.observe.stats import nbytes
 from simulated_device import DEVICE, SimulatedAccelerator
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -68,7 +69,7 @@ def test_large_tensors_are_born_page_locked_where_others_were_before(accelerator
     total = loader.stats().total
     assert total.locked_bytes == sum(locking.nbytes for locking in accelerator.lockings) > 0
     assert total.page_locked + accelerator.pinned == 120
-    assert f"{locked.count(True) / 60:.0%} of this epoch's batches" in str(loader.stats()).replace("\n", "")
+    assert f", {locked.count(True) / 60:.0%} in {nbytes(total.locked_bytes)} page-locked\n" in str(loader.stats())
     accelerator.assert_locked_at_leisure()
 
 

@@ -40,7 +40,8 @@ import rayloader
 from rayloader import CacheError, CacheStats, cached
 from rayloader.data import cached as module
 from rayloader.data import fingerprint, sample_store
-from rayloader.observe.stats import LoaderStats, Period, Times, verdict
+from rayloader.observe.stats import LoaderStats, Period, Times
+from rayloader.observe.verdict import verdict
 from rayloader.transport import memory_file
 from rayloader.transport.pickler import dumps_by_value
 
@@ -626,12 +627,12 @@ def test_the_verdict_counts_a_full_cache():
     busy = Period(batches=100, step=Times(100, 1.0), wait=Times(100, 9.0))
     full = CacheStats(samples=100, present=60, full=True)
     for stats, said in [
-        (LoaderStats(epoch=busy, cache=full), True),
-        (LoaderStats(epoch=busy, cache=dataclasses.replace(full, full=False)), False),
-        (LoaderStats(epoch=busy), False),
-        (LoaderStats(epoch=dataclasses.replace(busy, wait=Times(100, 0.01)), cache=full), False),
+        (LoaderStats(recent=busy, cache=full), True),
+        (LoaderStats(recent=busy, cache=dataclasses.replace(full, full=False)), False),
+        (LoaderStats(recent=busy), False),
+        (LoaderStats(recent=dataclasses.replace(busy, wait=Times(100, 0.01)), cache=full), False),
     ]:
-        assert ("the cache is full, and 40% of the samples are built each time" in verdict(stats)) == said
+        assert ("the cache is full: raise max_bytes" in verdict(stats)) == said
 
 
 def test_the_statistics_of_a_loader_tell_of_a_cache_within_its_dataset():

@@ -341,6 +341,24 @@ def test_what_a_worker_raises_is_the_users_and_the_next_batch_follows(begin):
     assert epoch.take_all() == [expected(12)[0], *expected(12)[2:]]
 
 
+# ---- waiting
+
+
+def test_time_without_news_is_counted_and_apart_where_a_finished_batch_waits_for_an_earlier_one(begin):
+    epoch = begin().open()
+    epoch.fleet.works = False
+    epoch.await_one()  # the workers have begun
+    epoch.await_one()
+    assert (epoch.tally.blocked, epoch.tally.behind) == (LOOK_S, 0.0)
+    epoch.work(1)
+    epoch.fleet.came = False
+    epoch.await_one()
+    assert (epoch.tally.blocked, epoch.tally.behind) == (2 * LOOK_S, LOOK_S)
+    epoch.work(0)
+    assert [epoch.take(), epoch.take()] == expected(2)
+    assert (epoch.tally.blocked, epoch.tally.behind) == (2 * LOOK_S, LOOK_S)
+
+
 # ---- what is sent at once
 
 

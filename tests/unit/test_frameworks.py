@@ -216,9 +216,9 @@ def made(monkeypatch):
     found = []
     begins = Recorder.begins
 
-    def noted(recorder, iterator, *others):
+    def noted(recorder, iterator, *others, **options):
         found.append(type(iterator))
-        return begins(recorder, iterator, *others)
+        return begins(recorder, iterator, *others, **options)
 
     monkeypatch.setattr(Recorder, "begins", noted)
     return found

@@ -1,12 +1,22 @@
-"""What the command line recommends, from given rates."""
+"""What the command line measures, how it sums that up, and what it recommends from given rates."""
 
 import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, RandomSampler
 
-from rayloader.cli.rates import Rate, fastest, for_step, numbers_of_workers
+from rayloader import DataLoader
+from rayloader.cli import doctor
+from rayloader.cli.rates import ROUNDS, Rate, RateError, Subject, fastest, for_step, numbers_of_workers, spread
+from rayloader.cli.rates import rates_of_rounds as of_rounds
+
+
+def rate(num_workers, batches, wait_share=0.5):
+    return Rate(num_workers, 1.0, batches, batches, batches, wait_share)
 
 
 def rates(**batches):
-    return [Rate(int(name[1:]), 1.0, rate, 0.5) for name, rate in batches.items()]
+    return [rate(int(name[1:]), number) for name, number in batches.items()]
 
 
 @pytest.mark.parametrize(
@@ -43,15 +53,130 @@ def test_the_fewest_workers_that_are_about_as_fast_as_any(measured, number, reas
 
 
 def test_for_a_step_the_fewest_workers_with_which_the_trainer_hardly_waits():
-    measured = [Rate(0, 1.0, 10.0, 0.6), Rate(1, 1.0, 15.0, 0.1), Rate(2, 1.0, 20.0, 0.01)]
+    measured = [rate(0, 10.0, 0.6), rate(1, 15.0, 0.1), rate(2, 20.0, 0.01)]
     assert for_step(measured, 0.05) == (2, "with 2 workers a trainer of 50 ms a step waits 1.0% of its time")
     assert for_step(measured[:2], 0.05) == (
         1,
         "even with 1 worker a trainer of 50 ms a step waits 10% of its time: try more workers, or make the samples "
         "cheaper",
     )
-    assert for_step([*measured[:2], Rate(2, 1.0, 14.0, 0.2)], 0.05) == (
+    assert for_step([*measured[:2], rate(2, 14.0, 0.2)], 0.05) == (
         1,
         "even with 1 worker a trainer of 50 ms a step waits 10% of its time: more workers did not help; make the "
         "samples cheaper",
     )
+
+
+# ---- the spread
+
+
+def test_rounds_have_equally_many_batches():
+    ends = [0.0]
+    for seconds in [1.0, 2.0, 4.0, 5.0, 10.0]:
+        ends += [ends[-1] + seconds * (batch + 1) / 20 for batch in range(20)]
+    assert len(of_rounds(ends)) == ROUNDS
+    assert of_rounds(ends) == pytest.approx([20.0, 10.0, 5.0, 4.0, 2.0])
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_few_batches_are_a_round_each(batches):
+    assert of_rounds([2.0 * number for number in range(batches + 1)]) == [0.5] * batches
+
+
+def test_the_spread_is_told_beside_the_median():
+    assert spread(Rate(2, 1.0, 1234.56, 900.0, 1300.0, 0.0)) == "1,235 (900-1,300)"
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [(0.3, ""), (1.9, ""), (2.0, "this machine is busy (load 2 on 2 cores)"), (30.4, "(load 30 on 2 cores)")],
+)
+def test_a_busy_machine_is_called_that(monkeypatch, load, said):
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
+    assert said in doctor.busy()
+    assert bool(doctor.busy()) == bool(said)
+    cores = next(check for check in doctor._machine(2) if check.name == "cores")
+    assert doctor.busy() in cores.found
+
+
+def test_a_system_that_does_not_tell_its_load_is_not_called_busy(monkeypatch):
+    def refused():
+        raise OSError
+
+    monkeypatch.setattr(doctor.os, "getloadavg", refused)
+    assert doctor.busy() == ""
+
+
+# ---- what is measured
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+def collate(samples):
+    return torch.tensor(samples) * 2
+
+
+def dropped(_):
+    """Is there to be found again."""
+
+
+GIVEN = {
+    "batches": {"dataset": range(7), "batch_size": 3, "drop_last": True, "collate_fn": collate},
+    "order": {"dataset": range(7), "batch_size": 3, "sampler": [6, 5, 4, 3]},
+    "own batches": {"dataset": range(7), "batch_sampler": [[0], [3, 4]]},
+    "samples": {"dataset": range(7), "batch_size": None, "sampler": [6, 5]},
+    "stream": {"dataset": Stream(), "batch_size": 3, "drop_last": True},
+    "workers": {
+        **{"dataset": range(7), "num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "timeout": 5},
+        **{"worker_init_fn": dropped, "multiprocessing_context": "fork"},
+    },
+}
+
+
+@pytest.mark.parametrize("loader_class", [TorchDataLoader, DataLoader])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_loader_is_measured_as_it_is(loader_class, name):
+    given = loader_class(**GIVEN[name])
+    subject = Subject.of(given)
+    of_workers = {"num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
+    local = TorchDataLoader(**{key: value for key, value in GIVEN[name].items() if key not in of_workers})
+    batches = [*map(str, local)]
+    for kind, made in [("torch", TorchDataLoader), ("rayloader", DataLoader)]:
+        loader = subject.loader(kind, 0)
+        assert type(loader) is made
+        assert [*map(str, loader)] == batches
+        loader = subject.loader(kind, 2)
+        assert loader.num_workers == 2
+        for argument in ("prefetch_factor", "persistent_workers", "timeout", "worker_init_fn"):
+            assert getattr(loader, argument) == getattr(loader_class(**{"num_workers": 1, **GIVEN[name]}), argument)
+
+
+def test_a_loaders_own_arguments_are_rayloaders_alone():
+    given = DataLoader(range(8), 2, num_workers=1, seeding="batch", ray_remote_args={"num_cpus": 1}, name="mine")
+    subject = Subject.of(given)
+    assert type(subject.loader("torch", 1)) is TorchDataLoader
+    ours = subject.loader("rayloader", 1)
+    assert (ours.seeding, ours.ray_remote_args, ours.name) == ("batch", {"num_cpus": 1}, "mine")
+    forks = subject.loader("rayloader", 1, "fork")
+    assert (forks.workers, forks.seeding, forks.ray_remote_args) == ("fork", "batch", None)
+    assert subject.loader("rayloader", 1, "ray").workers == "ray"
+
+
+def test_a_ranks_part_is_divided_once():
+    given = DataLoader(range(16), 2, num_replicas=2, rank=1, shuffle=False)
+    for kind in ("torch", "rayloader"):
+        assert [batch.tolist() for batch in Subject.of(given).loader(kind, 0)] == [batch.tolist() for batch in given]
+
+
+def test_a_dataset_has_the_commands_options():
+    loader = Subject.of(range(64), batch_size=None, shuffle=True, collate_fn=collate).loader("torch", 0)
+    assert (loader.batch_size, type(loader.sampler), loader.collate_fn) == (32, RandomSampler, collate)
+
+
+def test_a_loader_takes_none_of_these_options():
+    with pytest.raises(RateError, match=r"as it is: leave out --batch-size and --collate-fn$"):
+        Subject.of(DataLoader([1]), batch_size=2, shuffle=None, collate_fn=collate)

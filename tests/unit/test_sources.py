@@ -1,4 +1,4 @@
-"""What a file given to a command holds: found anywhere in it, or an error that says what to do."""
+"""What is given to a command: a state anywhere in a file, a loader by its name, or an error that says what to do."""
 
 import json
 import pickle
@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
+from rayloader import DataLoader
 from rayloader.cli import sources
-from rayloader.cli.sources import SourceError, load
+from rayloader.cli.sources import SourceError, load, made, named
 from rayloader.resume.state import VERSION, State
 from states import of_ranks, saved
 
@@ -136,3 +137,73 @@ def test_a_log_needs_pyarrow(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "rayloader.replay.provenance", raising=False)
     with pytest.raises(SourceError, match=r"read by pyarrow; run: pip install 'rayloader\[arrow\]'"):
         load(path)
+
+
+# ---- names
+
+MODULE = """
+from pathlib import Path
+from rayloader import DataLoader
+import beside_it
+
+loader = DataLoader(range(4), batch_size=2)
+dataset = [1, 2, 3]
+
+class Squares:
+    rate = 3
+
+    def __getitem__(self, index):
+        return index**2
+
+def make(rank=None, num_replicas=None):
+    return rank, num_replicas
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a module that imports another one, neither of which is imported afterwards."""
+    (tmp_path / "of_mine.py").write_text(MODULE)
+    (tmp_path / "beside_it.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in ("of_mine", "beside_it"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("by", ["module", "file", "path"])
+def test_an_object_is_found_by_its_module_or_its_file(folder, monkeypatch, by):
+    monkeypatch.chdir(folder.parent if by == "path" else folder)
+    module = {"module": "of_mine", "file": "of_mine.py", "path": f"{folder.name}/of_mine.py"}[by]
+    assert named(f"{module}:dataset") == [1, 2, 3]
+    assert named(f"{module}:Squares.rate") == 3
+    assert isinstance(made(f"{module}:loader"), DataLoader)
+    assert made(f"{module}:dataset") == [1, 2, 3]
+    assert made(f"{module}:Squares")[3] == 9
+    assert made(f"{module}:make", rank=1, num_replicas=2) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("of_mine", r"must be named as module:name or file\.py:name, got 'of_mine'"),
+        (":make", "must be named as"),
+        ("nowhere:make", "nowhere:make can't be found: No module named 'nowhere'"),
+        ("nowhere.py:make", r"nowhere\.py:make can't be found: No module named 'nowhere'"),
+        ("of_mine:nothing", "can't be found: module 'of_mine' has no attribute 'nothing'"),
+        ("json.py:loads", r"can't be found: there is another module json, .*json/__init__\.py"),
+    ],
+)
+def test_what_is_not_there_is_named(folder, monkeypatch, name, message):
+    monkeypatch.chdir(folder)
+    (folder / "json.py").touch()
+    with pytest.raises(SourceError, match=message):
+        named(name)
+
+
+def test_what_a_function_does_not_take_is_named(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(SourceError, match="of_mine:make must be a function that takes seed: got an unexpected keyword"):
+        made("of_mine:make", seed=1)
+    with pytest.raises(SourceError, match=r"--rank and --world are for a function .* not of_mine:loader"):
+        made("of_mine:loader", rank=1)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import json
 import math
 import pickle
 import random
 import tracemalloc
 import weakref
 from collections import namedtuple
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
 from rayloader import DataLoader, LoaderStats
+from rayloader import loader as loader_module
 from rayloader.epoch.local import _nbytes
 from rayloader.observe import recorder
-from rayloader.observe.recorder import FOLD, KEPT, SLOWEST, Recorder, Series, Tally, Work
-from rayloader.observe.stats import ENOUGH_BATCHES, Period, SlowBatch, Times, WorkerStats, verdict
+from rayloader.observe.recorder import ENOUGH_BATCHES, FOLD, KEPT, SHOWN_EPOCHS, SLOWEST, Recorder, Series, Tally, Work
+from rayloader.observe.stats import CacheStats, EpochTimes, Period, SlowBatch, Times, WorkerStats
+from rayloader.observe.verdict import verdict
 from rayloader.protocol import pack_spent
 
 
@@ -188,7 +192,7 @@ def test_the_slowest_batches_are_kept_and_no_others():
     for batch in order:
         if batch > tally.slow:
             tally.note_slow((batch, batch % 2, float(batch), ""))
-    assert [batch for batch, *_ in tally.slowest] == [99, 98, 97, 96, 95][:SLOWEST]
+    assert [batch for batch, *_ in tally.slowest] == [99, 98, 97][:SLOWEST]
 
 
 class Iterator:
@@ -202,11 +206,12 @@ def test_epochs_add_up_and_the_last_one_is_told_apart(clock):
     run_epoch(kept.begins(first, 2), clock, [(1.0, 1.0)] * 4)  # persistent workers: the same iterator
     del first
     run_epoch(kept.begins(second, 3), clock, [(1.0, 1.0)] * 5)
-    epoch, whole = kept.tell()
-    assert (epoch.batches, whole.batches) == (5, 12)
-    assert (len(epoch.workers), len(whole.workers)) == (3, 3)
+    told = kept.tell()
+    assert (told.epoch.batches, told.total.batches) == (5, 12)
+    assert (told.epoch.epochs, told.total.epochs) == (1, 3)
+    assert (len(told.epoch.workers), len(told.total.workers)) == (3, 3)
     del second
-    assert kept.tell()[1].batches == 12
+    assert kept.tell().total.batches == 12
 
 
 def test_iterators_that_live_side_by_side_are_both_counted(clock):
@@ -215,7 +220,64 @@ def test_iterators_that_live_side_by_side_are_both_counted(clock):
     tallies = [kept.begins(iterator, 0) for iterator in iterators]
     for tally in tallies * 2:
         run_epoch(tally, clock, [(1.0, 1.0)])
-    assert kept.tell()[1].batches == 4
+    assert kept.tell().total.batches == 4
+
+
+def epochs_of(clock, *epochs, num_workers=2):
+    """A recorder of epochs, given as how many batches each has and what `next` and the step take; their iterator."""
+    kept, iterator = Recorder(), Iterator()
+    for number, (batches, wait, step) in enumerate(epochs):
+        run_epoch(kept.begins(iterator, num_workers, epoch=number), clock, [(wait, step)] * batches)
+    return kept, iterator
+
+
+def test_an_epoch_with_enough_batches_speaks_for_itself(clock):
+    kept, _iterator = epochs_of(clock, (100, 9.0, 1.0), (ENOUGH_BATCHES + 1, 1.0, 9.0))
+    recent = kept.tell().recent
+    assert (recent.epochs, recent.batches, recent.period().wait_share) == (1, ENOUGH_BATCHES + 1, 20 / (20 + 21 * 9))
+
+
+def test_as_many_of_the_last_epochs_are_added_up_as_it_takes(clock):
+    kept, _iterator = epochs_of(clock, (1000, 9.0, 1.0), *[(6, 1.0, 1.0)] * 30)
+    recent = kept.tell().recent
+    assert recent.is_enough
+    assert recent.epochs <= 3 * ENOUGH_BATCHES / 5
+    assert recent.period().wait.longest == 1.0  # none of the epoch long ago
+
+
+def test_an_epoch_that_has_just_begun_is_judged_with_the_one_before(clock):
+    kept, iterator = epochs_of(clock, (1000, 9.0, 1.0), (100, 1.0, 1.0))
+    run_epoch(kept.begins(iterator, 2), clock, [(1.0, 1.0)] * 2)
+    assert (kept.tell().recent.epochs, kept.tell().recent.batches) == (2, 102)
+    assert kept.tell().epoch.batches == 2
+
+
+def test_epochs_of_other_workers_tell_nothing(clock):
+    kept, iterator = epochs_of(clock, (100, 9.0, 1.0), num_workers=8)
+    run_epoch(kept.begins(iterator, 2), clock, [(1.0, 1.0)] * 5)
+    assert kept.tell().recent.batches == 5
+    run_epoch(kept.begins(iterator, 2), clock, [(1.0, 1.0)] * 5)
+    assert kept.tell().recent.batches == 10
+
+
+def test_the_last_epochs_are_told_one_by_one_and_no_more_are_kept(clock):
+    kept, iterator = epochs_of(clock, *[(3, 1.0, 1.0)] * 100)
+    kept.begins(iterator, 2, epoch=100)  # broken off before its first batch
+    run_epoch(kept.begins(iterator, 0, epoch=101), clock, [(2.0, 1.0)] * 3)
+    assert [one.epoch for one in kept.tell().epochs] == [*range(101 - SHOWN_EPOCHS, 100), 101][-SHOWN_EPOCHS:]
+    assert kept.tell().epochs[-1] == EpochTimes(101, wait=4.0, step=3.0, build=4.0, workers=0)
+    assert len(kept._kept.epochs) < SHOWN_EPOCHS
+    assert len(kept._kept.recent) <= 2
+
+
+def test_what_workers_build_is_told_as_their_share_of_the_trainers_time(clock):
+    tally = Tally(num_workers=2)
+    tally.gave(clock.now, 0, 1, 1)
+    clock.now += 10.0
+    tally.raised(clock.now)
+    for worker_id, (idle, fetch) in enumerate([(1.0, 9.0), (8.0, 2.0)]):
+        answered(tally, worker_id, idle=idle, fetch=fetch)
+    assert tally.times() == EpochTimes(0, wait=0.0, step=10.0, build=10.0 * 11 / 20, workers=2)
 
 
 def test_the_recorder_keeps_no_iterator():
@@ -256,27 +318,26 @@ def stats(
     )
     others = {name: value for name, value in more.items() if name not in period_fields}
     return LoaderStats(
-        **{"num_workers": workers, "processes": workers, "epoch": period, "total": period, "cpus": 16.0, **others}
+        **{
+            **{"num_workers": workers, "processes": workers, "cpus": 16.0},
+            **dict.fromkeys(("epoch", "recent", "total"), period),
+            **others,
+        }
     )
 
 
 def test_before_the_first_epoch_nothing_is_known():
-    assert verdict(LoaderStats()) == "too little to say: only 0 batches so far"
+    assert verdict(LoaderStats()) == "too little to say: only 0 batches so far, without the first of each epoch"
 
 
 @pytest.mark.parametrize("batches", [1, ENOUGH_BATCHES - 1])
 def test_a_few_batches_say_nothing(batches):
     few = verdict(stats(wait=1.0, step=0.1, batches=batches))
-    assert few.startswith(f"too little to say: only {batches + 1} batches so far")
+    assert few.startswith(f"too little to say: only {batches} batch{'es' * (batches > 1)} so far")
 
 
 def test_many_workers_need_more_batches():
     assert verdict(stats(wait=1.0, step=0.1, batches=60, workers=32)).startswith("too little")
-
-
-def test_an_epoch_that_has_just_begun_leaves_the_word_to_those_before():
-    before = stats(wait=0.0, step=1.0, build=1.9).epoch
-    assert verdict(stats(wait=1.0, step=0.1, batches=2, total=before)).startswith("nothing to mend")
 
 
 def test_workers_that_have_no_rest_need_more_beside_them():
@@ -296,7 +357,7 @@ def test_no_more_workers_are_recommended_than_there_are_cpus_without_a_word():
 def test_where_all_cpus_are_in_use_more_workers_are_no_remedy():
     said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=2.0, cpu_use=0.97))
     assert "all CPUs of this machine (2) are in use already" in said
-    assert "would end it" not in said
+    assert "more worker" not in said
 
 
 def test_the_cpus_of_this_machine_do_not_matter_to_workers_elsewhere():
@@ -306,8 +367,7 @@ def test_the_cpus_of_this_machine_do_not_matter_to_workers_elsewhere():
 
 def test_a_trainer_that_does_nothing_waits_for_any_number_of_workers():
     said = verdict(stats(wait=0.010, step=0.00001))
-    assert "does next to nothing with a batch" in said
-    assert said.endswith("each further worker would raise the rate")
+    assert said.endswith("each further worker would raise the rate of a trainer that does next to nothing with a batch")
 
 
 def test_workers_that_rest_are_too_many():
@@ -323,7 +383,7 @@ def test_where_nothing_is_wrong_it_says_so():
 def test_stragglers_at_the_head_call_for_dynamic_scheduling():
     slow = stats(wait=0.01, step=0.01, busy=0.5, behind=0.9, slow=4, slow_ratio=30.0)
     said = verdict(slow)
-    assert "one batch in 50 takes 30 times the median, and the others wait for it" in said
+    assert "mostly for one batch in 50, which takes 30 times the median" in said
     assert said.endswith("scheduling='dynamic' (with seeding='batch')")
     for already in ({"dynamic": True}, {"iterable": True}):
         assert "scheduling" not in verdict(dataclasses.replace(slow, **already))
@@ -345,7 +405,7 @@ def test_one_slow_worker_is_named():
         WorkerStats(2, times(100, 0.010), 3.0, lane="line, arena"),
     )
     whole = stats(wait=0.01, step=0.01, behind=0.9, workers=3, batches=300)
-    said = verdict(dataclasses.replace(whole, epoch=dataclasses.replace(whole.epoch, workers=workers)))
+    said = verdict(dataclasses.replace(whole, recent=dataclasses.replace(whole.recent, workers=workers)))
     assert said.startswith("worker 1 is the bottleneck")
     assert "3.9 times as long as the others'" in said
 
@@ -387,13 +447,238 @@ def test_without_workers_and_without_a_free_cpu_none_are_recommended():
     assert "num_workers" not in verdict(stats(wait=0.03, step=0.02, workers=0, cpu_use=1.0, cpus=1.0))
 
 
+# ---- the verdict on what a recorder has been told
+
+
+def told(clock, batches, *, wait, step, workers=2, build=lambda batch: 0.01, idle=0.0, blocked=1.0, behind=0.0, **more):
+    """The stats of a loader that has had an epoch of so many batches.
+
+    Args:
+        wait: seconds of the trainer for a batch.
+        step: likewise.
+        build: by the batch's number, how long its worker took.
+        idle: how long the worker then had nothing to do.
+        blocked: share of the wait.
+        behind: likewise.
+        more: options of the loader, or `drawing`, which is a share of the wait too.
+    """
+    drawing = more.pop("drawing", 0.0)
+    loader, iterator = DataLoader(range(8), num_workers=workers, **more), Iterator()
+    tally = loader._recorder.begins(iterator, workers, workers, more.get("prefetch_factor"))
+    for batch in range(batches):
+        clock.now += wait
+        if workers:
+            answered(tally, batch % workers, idle=idle, fetch=build(batch))
+        tally.gave(clock.now - wait, batch, 1, 1)
+        tally.blocked += blocked * wait
+        tally.behind += behind * wait
+        tally.drawing += drawing * wait
+        clock.now += step
+    return loader.stats()
+
+
+@pytest.fixture
+def idle_machine(monkeypatch):
+    """A machine of 16 CPUs that have nothing to do, whatever the one of the test does."""
+    monkeypatch.setattr(recorder.CpuUse, "share", 0.0)
+    monkeypatch.setattr(loader_module, "cpus", lambda: 16.0)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "begins", "ends"),
+    [
+        (
+            {"batches": 60, "wait": 0.02, "step": 0.004, "build": lambda batch: 0.04},
+            "input-bound: the trainer waits 83% of the time, and the workers are busy 100% of theirs",
+            "more workers would end it",
+        ),
+        (
+            {"batches": 30, "wait": 0.0, "step": 0.05, "idle": 0.1},
+            "the trainer is the bottleneck: 1 of 2 workers would do",
+            "(the trainer waits only 0% of the time)",
+        ),
+        (  # one batch in 16 takes 0.2 s, all the same worker's, the others next to nothing
+            {
+                **{"batches": 80, "wait": 0.02, "step": 0.004, "idle": 0.02, "behind": 0.9},
+                "build": lambda batch: 0.2 if batch % 16 == 0 else 0.002,
+            },
+            "slow batches are the bottleneck: the trainer waits 83% of the time, mostly for one batch in 16, which",
+            "takes 100 times the median: scheduling='dynamic' (with seeding='batch')",
+        ),
+        (
+            {
+                **{"batches": 80, "wait": 0.02, "step": 0.004, "idle": 0.02, "behind": 0.9},
+                **{"scheduling": "dynamic", "seeding": "batch"},
+                "build": lambda batch: 0.2 if batch % 16 == 0 else 0.002,
+            },
+            "slow batches are the bottleneck",
+            "takes 100 times the median",
+        ),
+        (
+            {"batches": 30, "wait": 0.02, "step": 0.004, "blocked": 0.0, "drawing": 0.9},
+            "the sampler is the bottleneck: the trainer waits 83% of the time",
+            "more workers would not",
+        ),
+        (
+            {
+                **{"batches": 80, "wait": 0.02, "step": 0.001, "behind": 0.9},
+                "build": lambda batch: 0.05 if batch % 2 else 0.001,
+                "idle": 0.01,
+            },
+            "worker 1 is the bottleneck: the trainer waits 95.2% of the time",
+            "scheduling='dynamic' (with seeding='batch')",
+        ),
+        (
+            {"batches": 40, "wait": 0.02, "step": 0.02, "workers": 0},
+            "input-bound: the trainer waits 50% of the time, in which it builds its batches itself",
+            "num_workers=2 would build them meanwhile",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("idle_machine")
+def test_the_bottleneck_is_found(clock, epoch, begins, ends):
+    said = told(clock, **epoch).verdict
+    assert said.startswith(begins)
+    assert said.endswith(ends)
+
+
+# ---- what is shown
+
+SLOW = tuple(SlowBatch(batch, 127, 1.25, str([1_000_000 + n for n in range(6)])[:-1] + ", ...]") for batch in range(3))
+LONG = tuple(SlowBatch(10**6, 127, 1.25, str(["directory/" * 20] * 6)) for _ in range(3))
+MOVING = (SlowBatch(1, 1, 1.25, "Sample(\n  1,\x1b[2J\x00)"),)
+FULL = CacheStats(1_281_167, 640_000, 123 * 10**9, 10**12, 12_345_678, 1_281_167, full=True)
+ALL = {
+    **{"workers": 128, "batches": 1_234_567, "samples": 987_654_321, "nbytes": 10**15, "epochs": 123},
+    **{"restarts": 12, "skipped": 345_678, "page_locked": 1_234_567, "locked_bytes": 10**12, "cache": FULL},
+    **{"cpus": 127.5, "cpu_use": 1.0, "bytes_under_way": 123 * 10**9, "bytes_held": 123 * 10**9},
+}
+LOADERS = {
+    "none": {"workers": 0},
+    "none, with all": {**ALL, "workers": 0, "slowest": SLOW},
+    "two": {"slowest": SLOW},
+    "short epochs": {"batches": 600, "samples": 12_345_678, "nbytes": 123 * 10**9, "epochs": 123},
+    "eight": {"workers": 8, "cpu_use": 0.5, "cache": FULL},
+    "all": {**ALL, "slowest": SLOW},
+    "long": {**ALL, "slowest": LONG},
+    "moving": {"slowest": MOVING},
+}
+SAID = {
+    "nothing to mend": {"wait": 0.0001, "step": 0.1, "busy": 0.75},
+    "the trainer is the bottleneck": {"wait": 0.0001, "step": 0.1, "build": 0.001, "busy": 0.25},
+    "more workers": {"wait": 0.0127, "step": 0.0127, "build": 0.09},
+    "each further worker": {"wait": 0.1, "step": 0.000001},
+    "all CPUs": {"wait": 0.1, "step": 0.000001, "cpu_use": 1.0, "cpus": 127.5},
+    "slow batches": {"wait": 0.1, "step": 0.000001, "busy": 0.5, "behind": 1.0, "slow": 1, "slow_ratio": 1234.0},
+    "own work": {"wait": 0.1, "step": 0.000001, "blocked": 0.1},
+    "the sampler": {"wait": 0.1, "step": 0.000001, "blocked": 0.1, "drawing": 1e9},
+    "restarts": {"wait": 0.1, "step": 0.000001, "busy": 0.5, "restarts": 123},
+    "shallow": {"wait": 0.1, "step": 0.000001, "busy": 0.5, "prefetch_factor": 123},
+    "Ray calls": {"wait": 0.1, "step": 0.000001, "busy": 0.5, "lane": "Ray calls"},
+    "unknown": {"wait": 0.1, "step": 0.000001, "busy": 0.5},
+}
+
+
+def shown(*parts):
+    whole = stats(**{key: value for part in parts for key, value in part.items()})
+    if whole.recent.batches > 1000:
+        whole = dataclasses.replace(whole, recent=dataclasses.replace(whole.recent, epochs=1))
+    return dataclasses.replace(whole, verdict=verdict(whole), epochs=(EpochTimes(7, 1.0, 2.0, 1.5, whole.num_workers),))
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_text_of_any_loader_fits(name, said):
+    whole = shown(LOADERS[name], SAID[said])
+    lines = str(whole).split("\n")
+    assert len(lines) <= 12
+    assert max(map(len, lines)) <= 100
+    assert all(line.isprintable() for line in lines)
+    assert {line for line in lines if line.endswith(" ...")} <= {*lines[-len(whole.recent.slowest) :]}  # are cut
+    assert [line.split("  ")[0] for line in lines].count("slowest") == bool(whole.recent.slowest)
+
+
 def test_the_text_holds_every_part():
-    whole = stats(wait=0.01, step=0.01, workers=20, restarts=1, skipped=2, slowest=(SlowBatch(7, 1, 0.25, "[1, 2]"),))
-    text = str(dataclasses.replace(whole, verdict=verdict(whole), cpu_use=0.5))
-    assert "batch 7 of worker 1: 250 ms, indices [1, 2]" in text
-    assert "and 4 more" in text
-    assert "restarts of workers: 1, skipped samples: 2" in text
-    assert "50% of 16 in use" in text
+    text = str(shown(LOADERS["all"], SAID["slow batches"]))
+    for part in [
+        "last epoch  1.23M batches, 988M samples, 1 PB; ",
+        "123 epochs, 1.23M batches, 988M samples, 1 PB; ",
+        "waits 100%: median 100 ms, p99 100 ms",
+        "128 workers (line, arena), busy 50%",
+        "CPUs 100% of 127.5; batches: 123 GB wait, 123 GB held, 100% in 1 TB page-locked",
+        "640k of 1.28M samples in 123 GB, full; 12.3M were read and 1.28M built: 91%",
+        "restarts 12, skipped samples 346k",
+        "batch 2: 1.25 s, indices [1000000, 1000001, 1000002, 1000003, 1000004, 1000005, ...]",
+    ]:
+        assert part in text, text
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_the_verdict_agrees_with_the_figures_below_it(said):
+    whole = shown(SAID[said])
+    text = str(whole).replace("\n            ", " ")
+    share = text.split("the trainer waits ")[1].removeprefix("only ").split(" of the time")[0]
+    assert f"trainer     waits {share}: " in text
+
+
+def test_before_the_first_epoch_the_text_is_short():
+    whole = LoaderStats()
+    assert str(dataclasses.replace(whole, verdict=verdict(whole))).split("\n") == [
+        "verdict     too little to say: only 0 batches so far, without the first of each epoch",
+        "last epoch  0 batches, 0 samples, 0 B; 0 batches/s, 0 samples/s, 0 B/s",
+        "in all      0 epochs, 0 batches, 0 samples, 0 B",
+    ]
+
+
+def test_a_notebook_shows_the_text_below_a_bar_of_each_epoch():
+    whole = dataclasses.replace(
+        shown(LOADERS["moving"], SAID["own work"]),
+        epochs=(EpochTimes(3, 1.0, 1.0, 1.0, 2), EpochTimes(4, 1.0, 3.0, 0.0, 2), EpochTimes(5, 0.5, 0.5, 0.5, 0)),
+        verdict="a < b & c",
+    )
+    assert repr(whole) == str(whole)
+    picture, text = ElementTree.fromstring(whole._repr_html_())
+    assert text.text == str(whole)
+    bars, words = ([one for one in picture if one.tag.endswith(tag)] for tag in ("rect", "text"))
+    assert [one.text for one in words] == [
+        *("the trainer waits", "its step", "batches are built"),
+        *("epoch 3", "wait 50%, step 50% of 2 s", "build 50%"),
+        *("epoch 4", "wait 25%, step 75% of 4 s", "build 0%"),
+        *("epoch 5", "build 50%, step 50% of 1 s"),  # without workers the trainer builds
+    ]
+    lengths = [float(one.get("width")) for one in bars]
+    assert lengths == [14, 14, 14, 90, 90, 90, 90, 270, 0, 45, 45]
+    colours = [one.get("fill") for one in bars]
+    wait, step, build = colours[:3]
+    assert len({wait, step, build}) == 3
+    assert colours[3:] == [wait, step, build, wait, step, build, build, step]
+
+
+def test_before_the_first_batch_there_is_no_picture():
+    assert [one.tag for one in ElementTree.fromstring(LoaderStats()._repr_html_())] == ["pre"]
+
+
+def test_a_dict_holds_plain_values_only():
+    def check(value):
+        if type(value) is dict:
+            assert all(type(key) is str for key in value)
+            value = [*value.values()]
+        if type(value) is list:
+            return sum(map(check, value))
+        assert type(value) in (int, float, str, bool)
+        return 1
+
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.zeros(10, 4)), batch_size=4)
+    list(loader)
+    assert check(loader.stats().as_dict()) > 50
+    whole = shown(LOADERS["all"], SAID["slow batches"])
+    found = whole.as_dict()
+    assert check(found) > 1000
+    assert (found["total"]["batches"], found["total"]["wait_share"]) == (whole.total.batches, whole.total.wait_share)
+    assert found["recent"]["workers"][1]["build"]["median"] == whole.recent.workers[1].build.median
+    assert found["cache"]["hit_rate"] == FULL.hit_rate
+    assert "prefetch_factor" not in found
+    assert json.loads(json.dumps(found)) == found
 
 
 # ---- of a loader without workers
@@ -409,7 +694,7 @@ def test_a_loader_counts_batches_samples_and_bytes():
     assert (found.num_workers, found.epoch.workers) == (0, ())
     assert (found.epoch.batches, found.epoch.samples, found.epoch.nbytes) == (3, 10, 160)
     assert (found.total.batches, found.total.samples, found.total.nbytes) == (6, 20, 320)
-    assert found.verdict.startswith("too little to say: only 6 batches so far")
+    assert found.verdict.startswith("too little to say: only 4 batches so far")
 
 
 class Stream(torch.utils.data.IterableDataset):
