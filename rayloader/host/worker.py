@@ -23,12 +23,12 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import _compat_datasets, fetching
-from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
+from rayloader._compat import DatasetKind, numpy_seed, set_worker_info, torch_worker
 from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
 from rayloader.host.shard_info import Reader
 from rayloader.host.whole_batches import SELECTS, whole_batch
-from rayloader.protocol import ENDS, Answer, Replica, ResultKind, Setup, carried, pack_spent
+from rayloader.protocol import ENDS, Answer, Caught, Replica, ResultKind, Setup, carried, pack_spent
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, Rewind, seed_all, seed_torch
@@ -407,7 +407,7 @@ class HostedWorker:
                     "was replaced or resumed; if the error comes from the loaded state, the dataset cannot continue "
                     "from what its state_dict() returned",
                 )
-            result = replace(_error(task_id, self._where), skipped=tuple(skipped), digest=checksum)
+            result = replace(_error(task_id, error, self._where), skipped=tuple(skipped), digest=checksum)
         except BaseException as error:
             return _exited(task_id, error)
         if self._is_iterable:
@@ -456,8 +456,8 @@ class HostedWorker:
     def _keeping_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception:  # anything that user code can raise, as in _build
-            self._failure = _error(-1, self._where)
+        except Exception as error:  # anything that user code can raise, as in _build
+            self._failure = _error(-1, error, self._where)
         except BaseException as error:
             self._failure = replace(_exited(-1, error), kind=ResultKind.NOT_STARTED)
 
@@ -495,16 +495,11 @@ class HostedWorker:
         )
 
 
-def _error(task_id: int, where: str) -> Answer:
-    """The exception being handled, as torch sends it; as text only if its type cannot be pickled."""
-    wrapper = ExceptionWrapper(where=where)
-    assert wrapper.exc_type is not None
-    text = f"Caught {wrapper.exc_type.__name__} {where}.\nOriginal {wrapper.exc_msg}"
-    try:
-        wire = tuple(to_wire(_encode(wrapper)))
-    except Exception:  # the type's own pickling may raise anything
-        return Answer(task_id, ResultKind.ERROR, text=text)
-    return Answer(task_id, ResultKind.ERROR, wire, text)
+def _error(task_id: int, error: Exception, where: str) -> Answer:
+    """An exception of user code, as torch sends it."""
+    caught = Caught(error, where)
+    caught.drop_types(_encode)
+    return Answer(task_id, ResultKind.ERROR, tuple(to_wire(_encode(caught))), caught.text)
 
 
 def _exited(task_id: int, error: BaseException) -> Answer:
