@@ -135,6 +135,7 @@ class Answer:
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`, if a snapshot of the worker was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not
+    sample: str = ""  # names the sample that raised the error, if it is known
 
     @property
     def fields(self) -> tuple[Any, ...]:

@@ -238,6 +238,13 @@ class Preparation:
 
 def opened(task: Task, result: Answer) -> Any:
     """The batch, or a `Caught`, also if it can't be unpickled; `fetching.NOTHING` if all was skipped."""
+    data = _opened(task, result)
+    if result.kind == ResultKind.ERROR:
+        data.sample = result.sample
+    return data
+
+
+def _opened(task: Task, result: Answer) -> Any:
     if result.kind == ResultKind.EMPTY:
         return fetching.NOTHING
     if result.wire is None:

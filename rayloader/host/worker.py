@@ -159,7 +159,7 @@ class HostedWorker:
         self._create_fetcher()
         load_state(self._iterator, state.iterator)  # after `__iter__`, which may have reset it to its start
         if self._is_iterable:
-            self._fetcher.ended = state.ended
+            self._fetcher.ended, self._fetcher.taken = state.ended, state.tasks * (self._setup.batch_size or 1)
         self._recorder.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
@@ -407,7 +407,8 @@ class HostedWorker:
                     "was replaced or resumed; if the error comes from the loaded state, the dataset cannot continue "
                     "from what its state_dict() returned",
                 )
-            result = replace(_error(task_id, error, self._where), skipped=tuple(skipped), digest=checksum)
+            result = _error(task_id, error, self._where)
+            result.skipped, result.digest, result.sample = tuple(skipped), checksum, fetching.raised_by(error)
         except BaseException as error:
             return _exited(task_id, error)
         if self._is_iterable:
