@@ -1,21 +1,27 @@
 """The messages between the driver and the worker processes.
 
-Promise: data only; both sides import it, and neither imports the other. Messages down a channel begin with a `Down`,
-messages up with an `Up`; if the channel is Ray calls, the calls' arguments and return values
-replace them. Calls of a process are numbered, and it answers them in order.
+Promise: data only, but for how an exception is made again; both sides import it, and neither imports the other.
+Messages down a channel begin with a `Down`, messages up with an `Up`; if the channel is Ray calls, the calls' arguments
+and return values replace them. Calls of a process are numbered, and it answers them in order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import pickle
 import struct
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from rayloader import fetching
+from rayloader._compat import ExceptionWrapper
+from rayloader.errors import add_note
 from rayloader.transport.lanes import Wire, fits_in_band
 
 
@@ -97,7 +103,7 @@ class ResultKind:
     """The outcome of a task."""
 
     BATCH = 0
-    ERROR = 1  # the user's exception, as torch's ExceptionWrapper
+    ERROR = 1  # the user's exception, as a `Caught`
     EXHAUSTED = 2  # the worker's iterable dataset has ended
     EMPTY = 3  # every sample of it was skipped
     EXITED = 4  # user code asked this process to end: SystemExit, KeyboardInterrupt
@@ -115,7 +121,7 @@ class Answer:
 
     task_id: int
     kind: int  # of `ResultKind`
-    wire: Any = None  # the batch, or the ExceptionWrapper: the fields of a `Wire`; the `Wire` itself once received
+    wire: Any = None  # the batch, or the `Caught`: the fields of a `Wire`; the `Wire` itself once received
     text: str = ""  # describes an error
     nbytes: int = 0  # of the batch's buffers
     skipped: tuple[fetching.Skipped, ...] = ()
@@ -127,6 +133,7 @@ class Answer:
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`, if a snapshot of the worker was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not
+    sample: str = ""  # names the sample that raised the error, if it is known
 
     @property
     def fields(self) -> tuple[Any, ...]:
@@ -161,6 +168,108 @@ class Spent(NamedTuple):
     def build(self) -> float:
         """The work on the batch."""
         return self.fetch + self.collate + self.transfer
+
+
+# NOTE [Caught]. An exception of user code arrives as torch's `ExceptionWrapper` raises it again: of its own type where
+# that can be made of one string, else as a RuntimeError. Whatever its type is, its text and the traceback of where it
+# was raised are seen, in the text of the exception or in a note, and a group arrives as a group.
+
+
+class Caught(ExceptionWrapper):
+    """An exception that was caught, see NOTE [Caught]; refers to none of the frames in its traceback.
+
+    Args:
+        error: the exception.
+        where: in which process or thread, as torch says it.
+
+    Attributes:
+        text: what torch's loader says of it.
+        exc_type: its type; None if that cannot be sent.
+        sample: names the sample that raised it, if it is known.
+    """
+
+    exc_type: Any
+    _parts: list[Caught] | None
+
+    def __init__(self, error: BaseException, where: str) -> None:
+        try:
+            super().__init__((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
+        except Exception:  # Python looks for attributes of the exception, which the user's class may refuse
+            self.exc_type, self.where = type(error), where
+            lines = traceback.format_tb(error.__traceback__)
+            self.exc_msg = "".join(["Traceback (most recent call last):\n", *lines, f"{type(error).__name__}\n"])
+        self.text = f"Caught {type(error).__name__} {where}.\nOriginal {self.exc_msg}"
+        self.sample = ""
+        self._message, self._parts = "", None  # of a group
+        if isinstance(error, ExceptionGroup):  # as it was made: the user's class may have other attributes
+            self._message = ExceptionGroup.message.__get__(error)
+            self._parts = [Caught(part, where) for part in ExceptionGroup.exceptions.__get__(error)]
+
+    def drop_types(self, send: Callable[[Any], object]) -> None:
+        """Leaves out its type, and those of a group's parts, where `send` raises an error for them."""
+        try:
+            send(self.exc_type)
+        except Exception:  # the type's own pickling may raise anything
+            self.exc_type = None
+        for part in self._parts or ():
+            part.drop_types(send)
+
+    def made_again(self) -> BaseException:
+        """The exception that `reraise` raises, without a traceback."""
+        error = self._made_again()
+        if not self._is_shown(error):
+            add_note(error, self.text)
+            if not self._is_shown(error):
+                error = RuntimeError(self.text)
+        return error
+
+    def _made_again(self) -> BaseException:
+        if self._parts is not None:
+            return self._group([part.made_again() for part in self._parts])
+        try:
+            if self.exc_type is not None:
+                super().reraise()  # type: ignore[no-untyped-call]
+        except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
+            raise
+        except BaseException as raised:
+            if self._is_torchs(raised):
+                return raised.with_traceback(None)
+            # Of a type that has an attribute `message` torch makes one by `message=`, which not all of these take.
+            with contextlib.suppress(Exception):
+                if isinstance(error := self.exc_type(self.text), BaseException):
+                    return error
+        return RuntimeError(self.text)
+
+    def _group(self, parts: list[Any]) -> BaseException:
+        with contextlib.suppress(Exception):  # the user's class may take other arguments
+            if isinstance(group := self.exc_type(self._message, parts), ExceptionGroup):
+                return group
+        return ExceptionGroup(self._message, parts)
+
+    def _is_torchs(self, error: BaseException) -> bool:
+        """Whether torch has made the exception that it raises, and has not failed to."""
+        ours = error.__traceback__
+        torchs = ours and ours.tb_next
+        failed = type(error) is TypeError or (torchs is not None and torchs.tb_next is not None)
+        return not failed or self.exc_type in type(error).__mro__
+
+    def _is_shown(self, error: BaseException) -> bool:
+        try:
+            return self.text.strip() in "".join(traceback.format_exception_only(error))
+        except Exception:  # the user's class, as above
+            return False
+
+    @override
+    def reraise(self) -> None:
+        raise self.made_again()
+
+
+class CaughtText(Caught):
+    """An exception of which only the text has come."""
+
+    def __init__(self, text: str) -> None:
+        self.exc_type, self.text = None, text
+        self.sample, self._parts = "", None
 
 
 class Served(NamedTuple):

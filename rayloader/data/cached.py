@@ -34,6 +34,7 @@ from rayloader.data.cache_folder import InFolder
 from rayloader.data.fingerprint import WithoutContent, content_of, fingerprint_of
 from rayloader.data.sample_store import ABSENT, SampleStore, size_of
 from rayloader.errors import CacheError, add_note
+from rayloader.fetching import ask, one_by_one
 from rayloader.namespaces import attributes_in, attributes_of, functions_of, own_modules
 from rayloader.observe.stats import CacheStats, nbytes
 from rayloader.random.random_state import RandomState
@@ -283,14 +284,14 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         before = self._state = RandomState.capture(generators, self._state)
         samples: Any = None
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
-            samples = self.dataset.__getitems__(numbers)
+            samples = ask(self.dataset, numbers)
             if not isinstance(samples, list) or len(samples) != len(numbers):
                 raise CacheError(
                     f"__getitems__ of the cached {type(self.dataset).__name__} must return a list of {len(numbers)} "
                     f"samples, got {type(samples).__name__}; cache a dataset that gives samples one by one"
                 )
         else:
-            samples = [self.dataset[number] for number in numbers]
+            samples = one_by_one(self.dataset, numbers)
         attributes, self._attributes = len(self._attributes), _attributes_of(self.dataset)
         if len(self._attributes) != attributes:  # it may be a generator, made with these samples: all are compared
             self._built, self._searches = -len(numbers), _SEARCHED + 2 * len(numbers)

@@ -25,7 +25,7 @@ from rayloader._compat import ExceptionWrapper
 from rayloader.epoch.schedule import Schedule
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.observe.recorder import Tally
-from rayloader.protocol import Answer, ResultKind
+from rayloader.protocol import Answer, Caught, CaughtText, ResultKind
 from rayloader.task import UNOPENED, Task
 from rayloader.transport import lanes
 from rayloader.transport.lanes import Recycled
@@ -58,7 +58,7 @@ class Delivery:
         return False
 
     def prepared(self, data: Any) -> Any:
-        """A batch as `handed_over` takes it; an ExceptionWrapper if that has failed."""
+        """A batch as `handed_over` takes it; a `Caught` if that has failed."""
         return data
 
     def keeps(self, data: Any) -> bool:
@@ -66,7 +66,7 @@ class Delivery:
         return False
 
     def handed_over(self, data: Any) -> Any:
-        """A prepared batch, for the user, or an ExceptionWrapper; may be called again, after an interrupt."""
+        """A prepared batch, for the user, or a `Caught`; may be called again, after an interrupt."""
         return data
 
     def asks(self) -> None:
@@ -237,19 +237,26 @@ class Preparation:
 
 
 def opened(task: Task, result: Answer) -> Any:
-    """The batch, or an ExceptionWrapper, also if it can't be unpickled; `fetching.NOTHING` if all was skipped."""
+    """The batch, or a `Caught`, also if it can't be unpickled; `fetching.NOTHING` if all was skipped."""
+    data = _opened(task, result)
+    if result.kind == ResultKind.ERROR:
+        data.sample = result.sample
+    return data
+
+
+def _opened(task: Task, result: Answer) -> Any:
     if result.kind == ResultKind.EMPTY:
         return fetching.NOTHING
     if result.wire is None:
-        return _RemoteError(result.text)
+        return CaughtText(result.text)
     try:
         return lanes.from_wire(result.wire)
-    except Exception:  # the user's own unpickling may raise anything, and so may a signal handler here
+    except Exception as error:  # the user's own unpickling may raise anything, and so may a signal handler here
         if threading.current_thread() is threading.main_thread() and _opens(result.wire):
             raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in interrupts.py
         if result.kind == ResultKind.ERROR:
-            return _RemoteError(result.text)
-        return ExceptionWrapper(where=f"unpickling a batch of DataLoader worker process {task.worker_id}")
+            return CaughtText(result.text)
+        return Caught(error, f"unpickling a batch of DataLoader worker process {task.worker_id}")
 
 
 def _opens(wire: lanes.Wire) -> bool:
@@ -258,13 +265,3 @@ def _opens(wire: lanes.Wire) -> bool:
     except Exception:  # the user's own unpickling, again
         return False
     return True
-
-
-class _RemoteError(ExceptionWrapper):
-    """A user's exception whose type cannot come here: raised as torch raises one that it cannot construct."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def reraise(self) -> None:
-        raise RuntimeError(self._text)

@@ -350,9 +350,10 @@ class Engine:
         address = self.fleet.address(self.fleet.workers[fail.worker_id])
         self.failure = worker_died(fail, address, None if fail.task is None else self.describe(fail.task))
 
-    def describe(self, task: Task) -> str:
-        """Names batch, worker and indices."""
-        return describe(task, self.fleet.address(self.fleet.workers[task.worker_id]) if task.is_assigned else None)
+    def describe(self, task: Task, sample: str = "") -> str:
+        """Names the sample that raised, if it is known, batch, worker and indices."""
+        address = self.fleet.address(self.fleet.workers[task.worker_id]) if task.is_assigned else None
+        return describe(task, address, sample)
 
     @change
     def flush(self) -> None:

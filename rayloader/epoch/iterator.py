@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -339,14 +338,14 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 raise
             except BaseException as error:  # the user's exception, of any type
                 assert self._fleet is not None
-                add_note(error, self._engine.describe(task))
+                add_note(error, self._engine.describe(task, getattr(data, "sample", "")))
                 self.position.handed = task
                 task.data = None
                 self._user_error = error
                 # Drops torch's frame: its local variable refers to the error, which would form a cycle that keeps the
-                # iterator. Frames below it are of the user's exception, which has failed as it was made again.
-                del self  # which these lead to
-                raise error.with_traceback(_below_torchs(error.__traceback__)) from None
+                # iterator.
+                del self  # which this frame leads to
+                raise error.with_traceback(None) from None
         self._task = task
         return data
 
@@ -388,11 +387,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if not is_finalizing() and self._fleet is not None:  # by then `close_all` has done it
             reuse = not self._options.fresh_processes
             janitor.later(functools.partial(_end, self._fleet, self._engine, reuse=reuse, wait=False))
-
-
-def _below_torchs(ours: TracebackType | None) -> TracebackType | None:
-    torchs = ours and ours.tb_next
-    return torchs and torchs.tb_next
 
 
 def _end(fleet: Fleet, engine: Engine | None, *, reuse: bool, wait: bool = True) -> None:

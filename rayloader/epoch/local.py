@@ -26,7 +26,8 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from rayloader import _compat_datasets, fetching
 from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed
-from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError
+from rayloader.epoch.reports import describe_here
+from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError, add_note
 from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
@@ -69,6 +70,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         # torch's constructor creates the dataset's iterator before our attributes exist, so it is skipped.
         BaseIterator.__init__(self, loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
+        self._batch_size = getattr(loader.batch_sampler, "batch_size", None)
         if self._timeout != 0:
             raise AssertionError("SingleProcessIterator requires timeout == 0")
         if isinstance(self._dataset, IterDataPipe) and loader._ranks is not None:
@@ -164,6 +166,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 self._read_again()
             if self._iterable:
                 self._dataset_fetcher.ended = stream.ended
+                if not self._dataset_fetcher.taken:  # it was not read again
+                    self._dataset_fetcher.taken = self.position.next_task * (self._batch_size or 1)
             if stream.ended and self.position.loaded:
                 self._end_again()
         finally:
@@ -266,6 +270,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         except BaseException as error:
             ended = self._iterable and isinstance(error, StopIteration)
             outcome, self._digest = Outcome.ERROR, of_error(type(error))
+            if isinstance(error, Exception) and not ended:
+                add_note(error, describe_here(self.last_task, fetching.raised_by(error)))
             raise
         finally:
             if ended:

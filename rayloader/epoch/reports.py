@@ -17,22 +17,27 @@ from rayloader.task import Task
 logger = logging.getLogger("rayloader")
 
 
-def describe(task: Task, address: WorkerAddress | None) -> str:
-    """Names batch, worker and indices; `address` is the worker's, if known."""
+def describe(task: Task, address: WorkerAddress | None, sample: str = "") -> str:
+    """Names the sample that raised, if known, batch, worker and indices; `address` is the worker's, if known."""
     where = ""
     if address is not None:
         node = f", node {address.node_id}" if address.node_id else ""  # a fork has none
         where = f" (pid {address.pid} on {address.hostname}{node})"
-    of_what = f", indices {shown}" if (shown := indices_of(task)) else ""
     worker = f"worker {task.worker_id}" if task.is_assigned else "any worker"
-    return f"batch {task.task_id} from {worker}{where}{of_what}"
+    return describe_here(task, sample, f", {worker}{where}")
+
+
+def describe_here(task: Task, sample: str, worker: str = "") -> str:
+    """The same without workers."""
+    of_what = f", indices {shown}" if (shown := indices_of(task)) else ""
+    return f"{sample}{', ' if sample else ''}batch {task.task_id}{worker}{of_what}"
 
 
 def indices_of(task: Task, *, at_most: int = 6) -> str:
     """At most so many of a task's indices, as text; "" for an iterable dataset."""
     shortened = reprlib.Repr()
     shortened.maxlist = shortened.maxtuple = at_most
-    indices = task.indices.indices
+    indices = getattr(task.indices, "indices", None)  # without workers a stream's task has none
     return "" if _stands_for_nothing(indices) else shortened.repr(indices)
 
 

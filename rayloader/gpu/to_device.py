@@ -26,10 +26,11 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import override
 
-from rayloader._compat import ExceptionWrapper, pin_memory, pinning_device_index
+from rayloader._compat import pin_memory, pinning_device_index
 from rayloader.epoch.ahead import Delivery
 from rayloader.gpu import device as devices
 from rayloader.gpu.device import PAGEABLE_BYTES, Accelerator, Event
+from rayloader.protocol import Caught
 
 _Work = TypeVar("_Work", bound=Callable[..., Any])
 
@@ -78,19 +79,19 @@ class PinOrMove(Delivery):
 
     @override
     def prepared(self, data: Any) -> Any:
-        """A batch, pinned; a `Moved`, if it goes to a device; an ExceptionWrapper if that has failed."""
+        """A batch, pinned; a `Moved`, if it goes to a device; a `Caught` if that has failed."""
         try:
             if self.pin is not None:
                 data = self.pin(data)
-        except Exception:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
-            return ExceptionWrapper(where=f"in pin memory thread for device {self.device_index}")
+        except Exception as error:  # a custom pin_memory() may raise anything: it arrives in its turn, as torch's does
+            return Caught(error, f"in pin memory thread for device {self.device_index}")
         if self.device is None:
             return data
         assert self.accelerator is not None
         try:
             return Moved(data, self.device, self.accelerator)
-        except Exception:  # a custom to() may raise anything, and the device may have no memory left
-            return ExceptionWrapper(where=f"while a batch was copied to device {self.device}")
+        except Exception as error:  # a custom to() may raise anything, and the device may have no memory left
+            return Caught(error, f"while a batch was copied to device {self.device}")
 
     @override
     def keeps(self, data: Any) -> bool:
@@ -193,13 +194,13 @@ class Moved:
         return leaf if _can_be_recorded(leaf) else devices.move(leaf, self._device)
 
     def handed_over(self) -> Any:
-        """The batch, for the user's current stream, or an ExceptionWrapper; may be called again, after an interrupt."""
+        """The batch, for the user's current stream, or a `Caught`; may be called again, after an interrupt."""
         try:
             return self._received()
-        except Exception:  # a custom to() or record_stream() may raise anything, and so may a signal handler here
+        except Exception as error:  # of a custom to() or record_stream(), or of a signal handler here
             if self._is_received():
                 raise  # from a signal handler: the batch is still the next one, see NOTE [interrupts] in interrupts.py
-            return ExceptionWrapper(where=f"while a batch was copied to device {self._device}")
+            return Caught(error, f"while a batch was copied to device {self._device}")
 
     @_ends_no_loop
     def _received(self) -> Any:

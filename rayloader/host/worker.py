@@ -23,12 +23,12 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import _compat_datasets, fetching
-from rayloader._compat import DatasetKind, ExceptionWrapper, numpy_seed, set_worker_info, torch_worker
+from rayloader._compat import DatasetKind, numpy_seed, set_worker_info, torch_worker
 from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
 from rayloader.host.shard_info import Reader
 from rayloader.host.whole_batches import SELECTS, whole_batch
-from rayloader.protocol import ENDS, Answer, Replica, ResultKind, Setup, carried, pack_spent
+from rayloader.protocol import ENDS, Answer, Caught, Replica, ResultKind, Setup, carried, pack_spent
 from rayloader.random.generator_kinds import set_state
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
@@ -156,7 +156,7 @@ class HostedWorker:
         self._create_fetcher()
         load_state(self._iterator, state.iterator)  # after `__iter__`, which may have reset it to its start
         if self._is_iterable:
-            self._fetcher.ended = state.ended
+            self._fetcher.ended, self._fetcher.taken = state.ended, state.tasks * (self._setup.batch_size or 1)
         self._recorder.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
@@ -398,7 +398,8 @@ class HostedWorker:
                     "was replaced or resumed; if the error comes from the loaded state, the dataset cannot continue "
                     "from what its state_dict() returned",
                 )
-            result = replace(_error(task_id, self._where), skipped=tuple(skipped), digest=checksum)
+            result = _error(task_id, error, self._where)
+            result.skipped, result.digest, result.sample = tuple(skipped), checksum, fetching.raised_by(error)
         except BaseException as error:
             return _exited(task_id, error)
         if self._is_iterable:
@@ -447,8 +448,8 @@ class HostedWorker:
     def _keeping_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception:  # anything that user code can raise, as in _build
-            self._failure = _error(-1, self._where)
+        except Exception as error:  # anything that user code can raise, as in _build
+            self._failure = _error(-1, error, self._where)
         except BaseException as error:
             self._failure = replace(_exited(-1, error), kind=ResultKind.NOT_STARTED)
 
@@ -486,16 +487,11 @@ class HostedWorker:
         )
 
 
-def _error(task_id: int, where: str) -> Answer:
-    """The exception being handled, as torch sends it; as text only if its type cannot be pickled."""
-    wrapper = ExceptionWrapper(where=where)
-    assert wrapper.exc_type is not None
-    text = f"Caught {wrapper.exc_type.__name__} {where}.\nOriginal {wrapper.exc_msg}"
-    try:
-        wire = tuple(to_wire(_encode(wrapper)))
-    except Exception:  # the type's own pickling may raise anything
-        return Answer(task_id, ResultKind.ERROR, text=text)
-    return Answer(task_id, ResultKind.ERROR, wire, text)
+def _error(task_id: int, error: Exception, where: str) -> Answer:
+    """An exception of user code, as torch sends it."""
+    caught = Caught(error, where)
+    caught.drop_types(_encode)
+    return Answer(task_id, ResultKind.ERROR, tuple(to_wire(_encode(caught))), caught.text)
 
 
 def _exited(task_id: int, error: BaseException) -> Answer:

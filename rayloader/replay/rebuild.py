@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +26,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.epoch.local import LocalIterator
-from rayloader.errors import RayloaderError, ReplayError, StateError
+from rayloader.errors import RayloaderError, ReplayError, StateError, add_note
 from rayloader.options import check_means, is_whole
+from rayloader.protocol import Caught
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import in_words
 from rayloader.resume import checkpoint
@@ -232,11 +234,14 @@ def _send(connection: Any, *arguments: Any) -> None:
     try:
         encoded = codec.encode((None, *Reconstruction(*arguments).run()), known_classes=True)
     except Exception as error:
+        loader, *_ = arguments
+        if not loader.num_workers and not isinstance(error, RayloaderError):  # else it is in the text already
+            add_note(error, "".join(traceback.format_tb(error.__traceback__)))
         try:
             encoded = codec.encode((error,), known_classes=True)
             codec.decode(encoded.skeleton, [*map(raw.copied, encoded.buffers)], ())
         except Exception:  # the user's own exception, which may not be picklable
-            encoded = codec.encode((RuntimeError(f"{type(error).__name__}: {error}"),))
+            encoded = codec.encode((RuntimeError(Caught(error, "as a step was built again").text),))
     connection.send_bytes(pickle.dumps((encoded.skeleton, [bytes(buffer) for buffer in encoded.buffers])))
 
 

@@ -36,7 +36,7 @@ from rayloader.actors import session, tcp_line
 from rayloader.actors.image import decode_replica, open_image
 from rayloader.errors import ConsumerDroppedError, ShareError, StateError, add_note
 from rayloader.options import is_whole
-from rayloader.protocol import carried
+from rayloader.protocol import Caught, carried
 from rayloader.sharing.ledger import END, Ledger, Place, PlacesLeft, Step
 from rayloader.sharing.messages import (
     REFUSALS,
@@ -476,10 +476,10 @@ class HostedLoader:
     def _as_error(self, error: Exception) -> tuple[Message, int]:
         if self._loader.num_workers == 0:  # with workers, the traceback is in the text already
             add_note(error, "".join(traceback.format_tb(error.__traceback__)))
-        text = f"Caught {type(error).__name__} in the producer of the share {self._name!r}: {error}"
         try:
             pickled = cloudpickle.dumps(error)
             pickle.loads(pickled)
         except Exception:  # the pickling of its type may raise anything
-            pickled = pickle.dumps(RuntimeError(text))
+            caught = Caught(error, f"in the producer of the share {self._name!r}")
+            pickled = pickle.dumps(RuntimeError(caught.text))
         return packed_content(Kind.ERROR, pickled), len(pickled)

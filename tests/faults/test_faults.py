@@ -184,7 +184,7 @@ def check_users_error(error, how):
     worker = re.match(
         rf"Caught {ERRORS[how].__name__} in DataLoader worker process (\d)\.\nOriginal Traceback", str(error)
     )[1]
-    assert re.match(rf"batch \d from worker {worker} \(pid \d+ on ", error.__notes__[0])
+    assert re.match(rf"batch \d, worker {worker} \(pid \d+ on ", error.__notes__[0])
 
 
 @pytest.mark.parametrize(("where", "how", "kind", "lane"), list(table(ROWS)))
@@ -241,7 +241,7 @@ def test_a_batch_that_kills_whoever_builds_it(where, how, kind, lane, faults, un
     enough = KILLS if how in EXITS else 1 + loader.max_worker_restarts
     assert enough <= len(set(pids)) <= enough + number // 2 * loader.max_worker_restarts
     check_died(error, pids[-1:])
-    assert error.__notes__[0].startswith(f"batch {number} from worker {STRUCK} (pid ")
+    assert error.__notes__[0].startswith(f"batch {number}, worker {STRUCK} (pid ")
     if kind == "map":
         assert error.__notes__[0].endswith(f", indices [{POISONED}, {POISONED + 1}]")
     faults.clear()

@@ -97,7 +97,7 @@ def test_an_error_and_its_note_under_dynamic_scheduling():
     assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(KeyError) as raised:
         next(iterator)
-    assert "batch 5 from worker" in raised.value.__notes__[0]
+    assert "batch 5, worker" in raised.value.__notes__[0]
     assert list(iterator) == [6, 7, 8, 9, 10, 11]
 
 

@@ -138,7 +138,7 @@ def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, d
     with pytest.raises(WorkerDiedError, match=message) as caught:
         next(lost)
     assert "worker 0" in str(caught.value)
-    assert any("batch 1 from worker 0" in note for note in caught.value.__notes__)
+    assert any("batch 1, worker 0" in note for note in caught.value.__notes__)
     wait_for_exit([pid, lost_pid])
     assert list(loader) == [0, 1, 2, 3]
     # The one batch that was delivered before is built again and compared.

@@ -429,7 +429,7 @@ def test_a_task_that_was_running_at_so_many_deaths_ends_the_epoch(begin):
     failure = epoch.engine.failure
     assert failure is not None
     assert failure.worker_id == 0
-    assert any("batch 0 from worker 0 (pid" in note and "indices [0]" in note for note in failure.__notes__)
+    assert any("batch 0, worker 0 (pid" in note and "indices [0]" in note for note in failure.__notes__)
     for _ in range(2):
         with pytest.raises(WorkerDiedError):
             epoch.take()
@@ -445,7 +445,7 @@ def test_a_task_that_has_admitted_it_ends_the_epoch_sooner(begin):
         epoch.await_one()
     assert len(epoch.fleet.killed) == KILLS
     assert "SystemExit in batch 2" in str(epoch.engine.failure)
-    assert any("batch 2 from worker 0" in note for note in epoch.engine.failure.__notes__)
+    assert any("batch 2, worker 0" in note for note in epoch.engine.failure.__notes__)
     assert epoch.take() == expected(2)[1], "what has come is still given"
     with pytest.raises(WorkerDiedError):
         epoch.take()
@@ -708,7 +708,7 @@ def test_workers_whose_process_found_no_place_are_moved(begin, monkeypatch, pin)
 def test_a_batch_that_is_overdue_is_named(begin):
     epoch = begin(timeout=5.0).open()
     epoch.fleet.works = False
-    with pytest.raises(BatchTimeoutError, match=r"timed out after 5.0 seconds waiting for batch 0 from worker 0"):
+    with pytest.raises(BatchTimeoutError, match=r"timed out after 5.0 seconds waiting for batch 0, worker 0"):
         epoch.take()
     assert 5.0 <= sum(epoch.fleet.waits) < 5.0 + 2 * LOOK_S
     epoch.fleet.works = True
