@@ -464,7 +464,7 @@ def told(clock, batches, *, wait, step, workers=2, build=lambda batch: 0.01, idl
     """
     drawing = more.pop("drawing", 0.0)
     loader, iterator = DataLoader(range(8), num_workers=workers, **more), Iterator()
-    tally = loader._recorder.begins(iterator, workers, workers, more.get("prefetch_factor"))
+    tally = loader._recorder.begins(iterator, workers, workers, more.get("prefetch_factor", 2))
     for batch in range(batches):
         clock.now += wait
         if workers:
@@ -671,13 +671,14 @@ def test_a_dict_holds_plain_values_only():
     loader = DataLoader(torch.utils.data.TensorDataset(torch.zeros(10, 4)), batch_size=4)
     list(loader)
     assert check(loader.stats().as_dict()) > 50
+    assert "cache" not in loader.stats().as_dict()
     whole = shown(LOADERS["all"], SAID["slow batches"])
     found = whole.as_dict()
     assert check(found) > 1000
     assert (found["total"]["batches"], found["total"]["wait_share"]) == (whole.total.batches, whole.total.wait_share)
     assert found["recent"]["workers"][1]["build"]["median"] == whole.recent.workers[1].build.median
     assert found["cache"]["hit_rate"] == FULL.hit_rate
-    assert "prefetch_factor" not in found
+    assert found["prefetch_factor"] == whole.prefetch_factor
     assert json.loads(json.dumps(found)) == found
 
 
