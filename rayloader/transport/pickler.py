@@ -411,10 +411,11 @@ class Pickler(ByValuePickler):
         """`attributes`: only for a subclass, those in `__dict__` and those in `__slots__`."""
         kind, dtype, mapped = type(array), array.dtype, None
         writable, owned = True, True  # writable as all arrays are after pickling between torch's processes
+        low, nbytes = address(array), array.nbytes
         if self.finder is not None:
-            self.arrays.append((array, address(array), array.nbytes))
+            self.arrays.append((array, low, nbytes))
             writable, owned = array.flags.writeable, root_of(array).base is None
-            mapped = None if owned or not array.nbytes else self.finder.of_array(array)
+            mapped = None if owned or not nbytes else self.finder.of_array(array)
         array = np.ndarray.view(array, np.ndarray) if attributes else array
         if dtype.hasobject or dtype.itemsize == 0:
             if writable and not attributes:
@@ -424,8 +425,8 @@ class Pickler(ByValuePickler):
         if self.finder is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
             dtype = dtype.newbyteorder("=")
             array = array.astype(dtype, "A")
+            low, nbytes = address(array), array.nbytes
         strides, offset, order = None, 0, "C"
-        low, nbytes = address(array), array.nbytes
         if self.finder is None and array.flags.fnc:
             order = "F"  # that pickling keeps this order and C order, and converts all others to C order
         elif not array.flags.c_contiguous:
