@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from rayloader.frameworks.readers import EarlierState
     from rayloader.observe.stats import LoaderStats
     from rayloader.observe.trace import Tracing
-    from rayloader.resume.position import StepLog
     from rayloader.resume.ranks import Ranks
     from rayloader.resume.state import State
 
@@ -226,10 +225,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             first epoch, or pairs of an epoch and a step. Both count from 0; a step is a batch's number in the order of
             its epoch's sampler, so skipping one changes no other's. A batch of an iterable dataset is built, and
             dropped. All of it is part of `state_dict()`. All ranks must skip the same.
-        provenance: a file, or a folder (one that exists, or a path that ends with "/"), in which a log says of each
-            step what the batch was: indices, worker, digest; see the how-to page on replays. A folder gets one file
-            for each loader, by its name, and rank. The file is an Arrow stream, to which each run appends, and is
-            readable whenever the run is killed. Needs pyarrow.
 
     Raises:
         ValueError: an argument is out of range, or contradicts another.
@@ -289,7 +284,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         device: torch.device | str | None = None,
         prefetch_to_device: int | None = None,
         skip_steps: Given = None,
-        provenance: str | os.PathLike[str] | None = None,
         **of_newer_torch: Any,
     ) -> None:
         if of_newer_torch.get("worker_method") == "thread":
@@ -327,7 +321,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             self.device = device
         self.prefetch_to_device = prefetch_to_device
         self.skip_steps = skip_steps
-        self.provenance = provenance
         if num_replicas is not None or rank is not None or type(seed) is not int or seed:
             from rayloader.resume.ranks import Order, SameOrder, of_rank, ranks_of
 
@@ -436,24 +429,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._position, self._last_iterator = iterator.position, None
         return iterator
 
-    def opened_log(self) -> StepLog | None:
-        """The provenance log for a new iterator; None if this loader has none.
-
-        Raises:
-            ImportError: pyarrow is missing.
-            OSError: the file cannot be opened.
-            RayloaderError: another process writes to it, or it is no such log.
-        """
-        if self.provenance is None:
-            return None
-        try:
-            from rayloader.replay.log_writer import opened
-        except ImportError as error:
-            if error.name == "pyarrow":
-                raise ImportError("provenance= needs pyarrow: pip install rayloader[arrow]") from error
-            raise
-        return opened(self)
-
     @property
     def label(self) -> str:
         """The name by which this loader's workers are shown: its name, or else the class of its dataset."""
@@ -471,7 +446,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
     @property
     def last_step(self) -> tuple[int, int] | None:
-        """Epoch and step of the batch that was taken last, as `batch_at`, `skip_steps` and the log count them.
+        """Epoch and step of the batch that was taken last, as `batch_at` and `skip_steps` count them.
 
         Both count from 0: epochs over the whole run, also where it was resumed, and steps also where some were left
         out. None before the first batch of an iterator.
@@ -636,35 +611,31 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         step: int,
         *,
         state: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
-        log: str | os.PathLike[str] | None = None,
     ) -> Any:
         """Builds one batch of the run again: bit for bit the one that it delivered.
 
         It is built in a fork of this process, without Ray, and without the other workers' batches: with
         `seeding="batch"` and a dataset without state at once, otherwise after the batches that the same worker has
-        built since the state. Without a log, all workers' batches of an iterable dataset are built.
+        built since the state. Of an iterable dataset, all workers' batches since the state are built.
 
         Args:
             epoch: of the run, from 0; epochs that were resumed count as one.
             step: number of the batch in the order of the epoch's sampler, from 0.
             state: from which to go on: a result of `state_dict()`, or several (also of all ranks), of which the
-                nearest one counts. It must be of that epoch, or have been saved before it began. By default those in
-                the log, or else the loader's own.
-            log: the run's provenance log; by default the loader's own, if it has `provenance`. With it, each batch that
-                is built is compared with the digest of the run's.
+                nearest one counts. It must be of that epoch, or have been saved before it began. By default the
+                loader's own.
 
         Returns:
             The batch, on the loader's `device`.
 
         Raises:
             StateError: there is no state of that epoch, the state does not fit, or such a batch was never delivered.
-            ReplayError: another batch came than in the run.
+            ReplayError: a batch since the state came differently than in the run.
             Exception: raised by the dataset, as in the run.
         """
         from rayloader.replay.rebuild import known_of, rebuilt_in_fork
 
-        states, found = known_of(self, epoch, step, state, log)
-        batch = rebuilt_in_fork(self, states, epoch, step, found).batch
+        batch = rebuilt_in_fork(self, known_of(self, epoch, step, state), epoch, step).batch
         if (target := target_of(self.device)) is None:
             return batch
         from rayloader.gpu.to_device import moved_here
@@ -678,7 +649,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and what this object has measured.
-        own: dict[str, Any] = {
+        own = {
             "_position": None,
             "_last_iterator": None,
             "_before": None,
@@ -686,8 +657,6 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             "_read_anew": False,
             "_torchs_epoch": None,
         }
-        if self.provenance is not None:  # where this process means it to be
-            own["provenance"] = os.path.join(os.getcwd(), os.fspath(self.provenance))
         return {**self.__dict__, **own, "_recorder": Recorder()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

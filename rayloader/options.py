@@ -79,7 +79,6 @@ class OwnArguments(TypedDict, total=False):
     device: torch.device | str | None
     prefetch_to_device: int | None
     skip_steps: Given
-    provenance: str | os.PathLike[str] | None
 
 
 # Actor options that the loader sets itself, with the reason that the error gives.
@@ -191,7 +190,6 @@ def check(loader: Any) -> None:
         from rayloader.resume.skips import steps_in
 
         steps_in(loader.skip_steps)
-    _check_provenance(loader.provenance)
     _check_prefetch_to_device(loader.prefetch_to_device, loader.device)
     steps = loader.snapshot_every_n_steps
     if steps is not None and (not is_whole(steps) or steps < 0):
@@ -295,11 +293,6 @@ def target_of(device: Any) -> tuple[torch.device, Any] | None:
     from rayloader.gpu.to_device import device_of
 
     return device_of(device)
-
-
-def _check_provenance(path: Any) -> None:
-    if path is not None and not (isinstance(path, (str, os.PathLike)) and os.fspath(path)):
-        raise TypeError(f"provenance must be the path of a file or of a folder, or None, got {path!r}")
 
 
 def _check_prefetch_to_device(ahead: Any, device: Any) -> None:

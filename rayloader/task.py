@@ -33,15 +33,6 @@ class TaskState(Enum):
 QUEUED, OUTSTANDING, READY, DELIVERED, LOST, GONE = TaskState
 
 
-class Outcome:
-    """What the user got in a step's turn, as a number in the provenance log."""
-
-    BATCH = 0
-    ERROR = 1  # an exception
-    EMPTY = 2  # nothing: every sample was skipped
-    SKIPPED = 3  # nothing: the step is one of `skip_steps`
-
-
 Step = tuple[int, int]  # epoch, and the number of a batch in the order of its sampler; both from 0
 Given = Iterable[int | Step] | None  # a loader's `skip_steps`
 
@@ -90,8 +81,7 @@ class Task:
         result: the `Answer`, until the batch is taken.
         nbytes: of the batch's buffers.
         samples: in the batch.
-        outcome: of `Outcome`.
-        skipped: samples that were left out of the batch.
+        left_out: whether it is one of `skip_steps`, and was built for its stream alone.
         data: the batch as the user gets it, from when it is opened until it is handed over; UNOPENED before.
         counted: whether the user's position includes it.
         recorded: whether the measurements include it.
@@ -108,8 +98,7 @@ class Task:
     result: Any = field(default=None, repr=False)
     nbytes: int = 0
     samples: int = 0
-    outcome: int = field(default=Outcome.BATCH, repr=False)
-    skipped: int = field(default=0, repr=False)
+    left_out: bool = field(default=False, repr=False)
     data: Any = field(default=UNOPENED, repr=False)
     counted: bool = False
     recorded: bool = False

@@ -46,7 +46,6 @@ Seconds = Annotated[float, typer.Option(help="how long to measure each loader", 
 Kind = Annotated[Workers | None, typer.Option(help="what the workers of rayloader are; as the loader says by default")]
 
 app.command()(inspecting.show)
-app.command()(inspecting.diff)
 app.command()(replaying.replay)
 
 

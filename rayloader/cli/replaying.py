@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -17,14 +17,9 @@ from rayloader.loader import DataLoader
 from rayloader.replay.rebuild import Rebuilt, Reconstruction
 from rayloader.resume.state import State
 
-if TYPE_CHECKING:
-    from rayloader.replay.provenance import Log
-
 Sources = Annotated[
     list[Path],
-    typer.Argument(
-        help="states, of which the nearest one before the step counts; a provenance log", show_default=False
-    ),
+    typer.Argument(help="states, of which the nearest one before the step counts", show_default=False),
 ]
 LoaderName = Annotated[
     str,
@@ -56,20 +51,17 @@ def replay(
     try:
         if save is not None and not save.parent.is_dir():
             raise SourceError(f"there is no folder {save.parent} for {save.name}; make it first")
-        states, log = _read(source, key)
-        chosen = _epoch(states, log) if epoch is None else epoch
-        if log is not None and chosen in log.epochs:
-            states += map(State.load, log.states_of(chosen))
-        _check_sources(states, log, chosen, rank)
-        made = _made(loader, rank, world)
-        rebuilding = Reconstruction(made, states, chosen, step, log)
+        states = [State.load(one) for path in source for one in sources.load(path, key)]
+        chosen = _epoch(states) if epoch is None else epoch
+        _check_sources(states, chosen, rank)
+        rebuilding = Reconstruction(_made(loader, rank, world), states, chosen, step)
         if rebuilding.before:
             err.print(f"Built before step {step:,}: {rebuilding.before:,} of its worker's batches.")
         rebuilt = _built(rebuilding, step)
         found = _outcome(rebuilt, chosen, step, rebuilding.before)
         if save is not None:
             torch.save(rebuilt.batch, save)
-    except (SourceError, RayloaderError, LookupError) as error:
+    except (SourceError, RayloaderError) as error:
         fail(error)
     if as_json:
         print_json(found)
@@ -77,35 +69,18 @@ def replay(
         _print(found)
 
 
-def _check_sources(states: list[State], log: Log | None, epoch: int, rank: int | None) -> None:
+def _check_sources(states: list[State], epoch: int, rank: int | None) -> None:
     """Raises SourceError unless there is a state of this epoch and rank."""
-    if not any(state.epoch == epoch for state in states):
-        epochs = {state.epoch for state in states} | {*(log.epochs if log is not None else ())}
+    if epoch not in (epochs := {state.epoch for state in states}):
         raise SourceError(f"the sources have no state of epoch {epoch}, but of epochs {sorted(epochs)}")
     ranks = {state.fits.rank for state in states if state.fits.rank is not None}
     if ranks and rank is not None and rank not in ranks:
         raise SourceError(f"the sources are of ranks {sorted(ranks)}, and not of rank {rank}")
 
 
-def _read(paths: list[Path], key: str) -> tuple[list[State], Log | None]:
-    """The states in these files, and the log, if there is one."""
-    states: list[State] = []
-    log: Any = None
-    for path in paths:
-        found = sources.load(path, key)
-        if isinstance(found, (dict, list)):
-            states += map(State.load, [found] if isinstance(found, dict) else found)
-        elif log is not None:
-            raise SourceError(f"one log at most, got {log.path} and {path}")
-        else:
-            log = found
-    return states, log
-
-
-def _epoch(states: list[State], log: Log | None) -> int:
+def _epoch(states: list[State]) -> int:
     """The only epoch that the sources are of."""
-    epochs = {state.epoch for state in states} or {*(log.epochs if log is not None else ())}
-    if len(epochs) != 1:
+    if len(epochs := {state.epoch for state in states}) != 1:
         raise SourceError(f"say which epoch by --epoch: the sources are of epochs {sorted(epochs)}")
     return epochs.pop()
 
@@ -141,7 +116,6 @@ def _outcome(rebuilt: Rebuilt, epoch: int, step: int, before: int) -> dict[str, 
         "step": step,
         "worker": rebuilt.worker_id,
         "digest": f"{rebuilt.digest:08x}",
-        "compared with the log": rebuilt.is_compared,
         "built before it": before,
         "indices": None if indices is None else [*indices] if plain else repr(indices),
     }
@@ -149,7 +123,6 @@ def _outcome(rebuilt: Rebuilt, epoch: int, step: int, before: int) -> dict[str, 
 
 def _print(found: dict[str, Any]) -> None:
     where = "in the program" if found["worker"] is None else f"of worker {found['worker']}"
-    proof = "the log's" if found["compared with the log"] else "not compared with a log"
-    out.print(f"Step {found['step']:,} of epoch {found['epoch']}, {where}, digest {found['digest']} ({proof})")
+    out.print(f"Step {found['step']:,} of epoch {found['epoch']}, {where}, digest {found['digest']}")
     if found["indices"] is not None:
         out.print("indices:", shown(str(found["indices"])))

@@ -1,4 +1,4 @@
-"""What is given to a command: a file with a state, the states of all ranks, or a provenance log; or a loader's name.
+"""What is given to a command: a file with a state, or the states of all ranks; or the name of a loader.
 
 A state may lie anywhere inside of a checkpoint. Nothing in such a file is run: `torch.load` reads tensors and plain
 types only, and the tensors of a large checkpoint stay on disk. The module that a name is of is imported.
@@ -15,17 +15,13 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rayloader.errors import StateError
 from rayloader.resume.state import FORMAT, State
 
-if TYPE_CHECKING:
-    from rayloader.replay.provenance import Log
-
-_ARROW = b"\xff\xff\xff\xff"  # how each message of an Arrow stream begins
 _SHOWN = 20  # keys that an error lists
 
 
@@ -91,45 +87,28 @@ def made(name: str, **told: int) -> Any:
         raise SourceError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
-def load(path: str | Path, key: str = "") -> dict[str, Any] | list[dict[str, Any]] | Log:
-    """What the file holds: a state, a list with the state of each rank, or a log.
+def load(path: str | Path, key: str = "") -> list[dict[str, Any]]:
+    """The state that the file holds, or those of all ranks.
 
     Args:
-        path: of a JSON file, of one that `torch.save` has written, or of a provenance log.
+        path: of a JSON file, or of one that `torch.save` has written.
         key: which one, if it holds several: where in a checkpoint the state lies, as names and numbers with dots in
-            between; or the loader's name in a log.
+            between.
 
     Raises:
         SourceError: there is no such file, or no state in it, or several.
-        RayloaderError: it is no provenance log, though it begins like one, or is damaged.
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            begin = file.read(len(_ARROW))
+        path.open("rb").close()
     except IsADirectoryError:
         raise SourceError(
             f"{path} is a folder; name a file in it (Accelerate saves a loader's state as dl_state_dict.bin)"
         ) from None
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror}") from None
-    if begin == _ARROW:
-        return _log(path, key)
-    chosen: dict[str, Any] | list[dict[str, Any]] = _chosen(dict(_states(_content(path))), path, key)
-    return chosen
-
-
-def _log(path: Path, key: str) -> Log:
-    try:
-        from rayloader.replay.provenance import read
-    except ModuleNotFoundError as error:
-        if error.name != "pyarrow":
-            raise
-        raise SourceError("a provenance log is read by pyarrow; run: pip install 'rayloader[arrow]'") from None
-    log = read(path)
-    if key and key not in log.loaders:
-        raise SourceError(f"{path} is of no loader {key}; choose one by --key: {', '.join(log.loaders)}")
-    return log.of_loader(key) if key else log
+    found = _chosen(dict(_states(_content(path))), path, key)
+    return found if isinstance(found, list) else [found]
 
 
 def _content(path: Path) -> Any:
@@ -154,7 +133,7 @@ def _content(path: Path) -> Any:
 
 
 def _unknown(path: Path) -> SourceError:
-    return SourceError(f"{path} is neither JSON, nor a file of torch.save, nor a provenance log")
+    return SourceError(f"{path} is neither JSON, nor a file of torch.save")
 
 
 def _states(content: Any) -> Iterator[tuple[str, Any]]:

@@ -58,7 +58,7 @@ from rayloader.protocol import ENDS, Answer, ResultKind, Spent, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import Position
 from rayloader.resume.snapshot import WorkerState
-from rayloader.task import DELIVERED, UNOPENED, Outcome, Task
+from rayloader.task import DELIVERED, UNOPENED, Task
 from rayloader.transport.lanes import Recycled, leased_bytes, received
 from rayloader.workers.connection import LineRefused, Message, Process, ProcessLost
 from rayloader.workers.fleet import Fleet, Rebuilding, Worker
@@ -219,8 +219,8 @@ class Engine:
     def _is_the_users(self, task: Task) -> bool:
         """Whether the next batch is for the user: there is one, and `skip_steps` does not leave it out."""
         if self._position.leaves_out:
-            task.outcome = Outcome.SKIPPED
-        return task.outcome != Outcome.SKIPPED and task.data is not fetching.NOTHING
+            task.left_out = True
+        return not task.left_out and task.data is not fetching.NOTHING
 
     def _first(self) -> Task | None:
         """The task whose batch is the next, opened; None if it has not come yet."""
@@ -274,7 +274,6 @@ class Engine:
         self._handle(BatchTaken(task.task_id))
         self._out_is_taken = True
         if skipped:
-            task.skipped = len(skipped)
             self._tally.skipped += len(skipped)
             try:
                 self._position.skip(skipped, self._options.max_skipped)
@@ -285,8 +284,6 @@ class Engine:
     def _drop_out(self) -> None:
         """Counts the next batch as handed over although the user does not get it."""
         if self._out is not None:
-            if self._out.outcome == Outcome.BATCH:
-                self._out.outcome = Outcome.ERROR  # the one that takes its place
             self._out.data = None
             self._position.handed = self._out
             self._position.settle()
@@ -305,7 +302,6 @@ class Engine:
         self._lose_rest()
         self._copies.close()
         self.fleet.mailbox.ring()
-        self._position.flush_log()
 
     @change
     def _end(self, resuming: bool) -> None:
@@ -517,8 +513,6 @@ class Engine:
                 answer.wire = received(answer.wire, task.lent)
             task.samples = answer.samples
             worker.journal.answered(task.task_id, answer.digest)
-            if answer.kind != ResultKind.BATCH:
-                task.outcome = Outcome.EMPTY if answer.kind == ResultKind.EMPTY else Outcome.ERROR
         self._note_news(worker, answer)
         if not exhausted:
             self._handle(TaskDone(task.task_id, answer, answer.nbytes))

@@ -118,7 +118,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._skips = skips  # what it skips in place of the loader's `skip_steps`
         self._options = Options.of(loader)  # before torch draws anything
         self._target = target_of(self._options.device)
-        log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = None, num_workers  # torch's number: the batches depend on it
@@ -149,7 +148,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             )
         self._iterable = self._dataset_kind == DatasetKind.Iterable
         self.position = new_position(loader, state, int(self._base_seed), self.num_workers)
-        self.position.log = log
         self._redeal = state.redeal if state is not None else None
         self._saved: Any = None  # the sampler's iterator of an epoch that is to be continued
         if saved is not None:
@@ -181,9 +179,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._engine = self._new_engine(loader, plan)
             self._engine.open(fresh=plan.starts_workers)
             loader._dataset_epoch = None  # the workers have it now
-            if (log := self.position.log) is not None:
-                self.tell_positions()
-                log.begin(loader, self.position, self._tally)
         except BaseException as error:  # the sampler's or pickling's error, Ctrl-C: passed on
             if first_iter or not self._persistent_workers or not isinstance(error, Exception):
                 self._close()  # no fleet without an engine that watches it; after an interrupt its state is unknown

@@ -13,7 +13,6 @@ import contextlib
 import random
 import traceback
 import types
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import perf_counter
@@ -32,13 +31,13 @@ from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, restore_random
-from rayloader.resume.digest import chain, digest, digest_of, drawn, of_error
+from rayloader.resume.digest import chain, digest, drawn
 from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming
 from rayloader.resume.saved import move_to
 from rayloader.resume.snapshot import end_again, has_state, load_state
 from rayloader.resume.state import State, Stream
-from rayloader.task import NothingSkipped, Outcome, Task
+from rayloader.task import NothingSkipped, Task
 
 
 class LocalIterator(OfOneProcess, SingleProcessIterator):
@@ -58,12 +57,10 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def __init__(self, loader: Any, state: State | None, skips: NothingSkipped | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = target_of(self._options.device)
-        log = None if skips is not None else loader.opened_log()  # what is built again was logged before
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
         earlier = loader._position
         self.position = position = new_position(loader, state, 0, 0)
-        position.log = log
         if saved is None:
             position.begins(False)
             position.read_skips(loader, skips)
@@ -106,10 +103,6 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self._drawn = position.next_task  # tasks whose indices were drawn
         self._checksum = position.checksum  # of their indices
         self._asked = saved is not None  # the sampler's iterator
-        self._digest = 0  # of the last batch, for a log
-        if log is not None:
-            log.begin(loader, position, self._tally)
-            weakref.finalize(self, position.flush_log)
 
     # ---- the dataset's iterator
 
@@ -249,11 +242,9 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         """The batch, or `NOTHING`. The task counts as the user's in any case, unless the stream has ended."""
         skipped: list[fetching.Skipped] = []
         ended = False
-        outcome, self._digest = Outcome.BATCH, 0
         try:
             data = self._build(task, indices, skipped)
             if self.position.leaves_out:
-                outcome = Outcome.SKIPPED
                 return fetching.NOTHING
             if self._pin_memory:
                 from rayloader.gpu.to_device import pinned
@@ -265,11 +256,9 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
             return moved_here(data, self._target[0])
         except fetching.NothingLeft:
-            outcome = Outcome.EMPTY
             return fetching.NOTHING
         except BaseException as error:
             ended = self._iterable and isinstance(error, StopIteration)
-            outcome, self._digest = Outcome.ERROR, of_error(type(error))
             if isinstance(error, Exception) and not ended:
                 add_note(error, describe_here(self.last_task, fetching.raised_by(error)))
             raise
@@ -278,9 +267,6 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 self.position.ends()
                 self._tally.ended()
             else:
-                if self.position.log is not None:
-                    step = self.position.step_of(task)
-                    self.position.log.add(step, 0, self._digest, outcome, len(skipped))
                 self.position.taken(0, task, checksum)
             self._stream.ended = getattr(self._dataset_fetcher, "ended", False)
             self._count_skipped(skipped)
@@ -297,8 +283,6 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             del samples
         if self._iterable and task == 0:
             self._reader.has_read(self._dataset)
-        if self.position.log is not None:
-            self._digest = digest_of(data)
         if self._stream.begin is not None:
             self._stream.digest = chain(digest(data), self._stream.digest)
         return data

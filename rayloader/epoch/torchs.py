@@ -25,7 +25,6 @@ _OWN = {
     "on_error": "raise",
     "device": None,
     "skip_steps": None,
-    "provenance": None,
 }
 
 

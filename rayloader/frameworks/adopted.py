@@ -46,7 +46,6 @@ class Adopted:
     """
 
     label = DataLoader.label
-    opened_log = DataLoader.opened_log
     __slots__ = (
         "__weakref__",
         "_dataset_epoch",

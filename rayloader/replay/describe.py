@@ -1,4 +1,4 @@
-"""What a state is, in plain types.
+"""The fields of a state, in plain types.
 
 Promise: a pure function. A description holds everything that is in a state: what is long or of no meaning to a reader
 (generators, the states of the user's own objects, digests) by its size and a checksum, so that states with equal
@@ -7,32 +7,19 @@ descriptions continue in the same way.
 
 from __future__ import annotations
 
-import json
 import zlib
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rayloader.resume.checkpoint import fits_any_ranks, fits_any_workers
-from rayloader.resume.state import State, as_saved
+from rayloader.resume.state import VERSION, State
 
 _LONG = 64  # characters of a text that is shown
 
 
-@as_saved()
 def described(state: State) -> dict[str, Any]:
-    """Everything that a state holds, in types that JSON knows."""
-    packed = state.pack()
-    return {
-        "next": {"epoch": state.epoch, "step": state.step, "between_epochs": state.is_between_epochs},
-        "continues_on": {
-            "no_workers": not state.num_workers or fits_any_workers(state),
-            "workers": bool(state.num_workers) or fits_any_workers(state),
-            "other_ranks": fits_any_ranks(state),
-        },
-        **{name: _plain(value) for name, value in state._asdict().items()},
-        "version": packed["version"],
-        "bytes": len(json.dumps(packed, default=str)),
-    }
+    """Everything that a state holds, in types that JSON knows, after the epoch and step that it leads to."""
+    fields_of_state = {name: _plain(value) for name, value in state._asdict().items()}
+    return {"epoch": state.epoch, "step": state.step, **fields_of_state, "version": VERSION}
 
 
 def _plain(value: Any) -> Any:

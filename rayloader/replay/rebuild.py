@@ -1,8 +1,7 @@
 """Builds one batch of a run again, alone.
 
-Promise: it is bit for bit the batch that the run delivered, as far as a state can restore its workers; where a
-provenance log has the digests of the run's batches, each batch that is built on the way is compared with its own. What
-cannot be built again is an error. Ray is not used where workers can be forks.
+Promise: it is bit for bit the batch that the run delivered, as far as a state can restore its workers. What cannot be
+built again is an error. Ray is not used where workers can be forks.
 
 NOTE [Alone]. The loader is resumed from a state, as for the rest of a run, but skips all steps except for those on
 which the batch depends: with `seeding="batch"` none but itself, otherwise those that its worker has built since the
@@ -13,20 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import pickle
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.epoch.local import LocalIterator
-from rayloader.errors import RayloaderError, ReplayError, StateError, add_note
+from rayloader.errors import RayloaderError, StateError, add_note
 from rayloader.options import check_means, is_whole
 from rayloader.protocol import Caught
 from rayloader.random.random_state import RandomState
@@ -39,12 +37,8 @@ from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream, tasks
 from rayloader.task import Task
 from rayloader.transport import codec, pickler, raw
 
-if TYPE_CHECKING:
-    from rayloader.replay.provenance import Log
-
-
 _NONE = Task(-1, None, digest=0)
-_STEPS = 2**31  # an epoch has fewer; a log has no room for more
+_STEPS = 2**31  # an epoch has fewer
 
 
 class Rebuilt(NamedTuple):
@@ -54,15 +48,13 @@ class Rebuilt(NamedTuple):
         batch: as the loader delivers it, in main memory.
         indices: of its samples, as the sampler gave them; None for an iterable dataset.
         worker_id: of the worker that builds it; None without workers.
-        digest: of the batch.
-        is_compared: whether the digest of the run's batch is known; then it is the same.
+        digest: of the batch: equal ones have equal digests, wherever they are built.
     """
 
     batch: Any
     indices: Any
     worker_id: int | None
     digest: int
-    is_compared: bool
 
 
 class _Plan(NamedTuple):
@@ -73,16 +65,12 @@ class _Plan(NamedTuple):
         skips: which steps are left out.
         last: the number that the batch's step has for the loader that resumes.
         before: how many batches are built before it.
-        digests: of the run's batches, by the numbers that their steps have here.
-        worker_id: of the worker whose batch it is.
     """
 
     state: State
     skips: SkipSteps
     last: int
     before: int
-    digests: Mapping[int, int]
-    worker_id: int | None = None
 
 
 class Reconstruction:
@@ -93,7 +81,6 @@ class Reconstruction:
         states: of the run. The one is taken from which the fewest steps lead to the batch.
         epoch: of the run, from 0.
         step: of the epoch, from 0.
-        log: of the run, if there is one.
 
     Attributes:
         before: how many batches are built before it.
@@ -102,10 +89,10 @@ class Reconstruction:
         StateError: no state is of that epoch, or none fits, or the batch can't be built from it.
     """
 
-    def __init__(self, loader: Any, states: Sequence[State], epoch: int, step: int, log: Log | None = None) -> None:
+    def __init__(self, loader: Any, states: Sequence[State], epoch: int, step: int) -> None:
         self._loader, self._step = loader, step
         state = checkpoint.load(loader, _nearest(loader, states, epoch, step))
-        self._plan = _planned(loader, state, step, log)
+        self._plan = _planned(loader, state, step)
         self.before = self._plan.before
         _alone(loader)
 
@@ -113,7 +100,7 @@ class Reconstruction:
         """Builds it.
 
         Raises:
-            ReplayError: another batch came than in the run.
+            ReplayError: a batch since the state came differently than in the run.
             StateError: no batch of this number came.
             Exception: raised by the dataset, as in the run.
         """
@@ -132,10 +119,6 @@ class Reconstruction:
             while True:
                 task, batch, error = _next(iterator)
                 number = iterator.position.step_of(task.task_id) if task is not _NONE else sys.maxsize
-                own = digest_of(batch, error) if task.digest is None else task.digest
-                known = plan.digests.get(number)
-                if known not in (None, own):
-                    raise ReplayError(_differs(plan, number, self._step))
                 if number >= plan.last:
                     break
         finally:
@@ -147,43 +130,30 @@ class Reconstruction:
             raise error
         of_samples = "samples draw" if loader.seeding != "batch" and plan.before else ""
         draws = "sampler draws" if loader.num_workers else of_samples
-        if draws and known is None and not RandomState.capture([]).equals(before):
+        if draws and not RandomState.capture([]).equals(before):
             raise StateError(
                 f"the {draws} from the program's own random generators, and the program may have used them too in "
-                f"the steps from the state to step {self._step}; pass a provenance log, whose digests tell, or a state "
-                "that was saved right before the step"
+                f"the steps from the state to step {self._step}; pass a state that was saved right before the step"
             )
         indices = None if _is_iterable(loader) else task.indices.indices
-        return Rebuilt(batch, indices, plan.worker_id, own, known is not None)
+        worker_id = task.worker_id if loader.num_workers else None
+        return Rebuilt(batch, indices, worker_id, digest_of(batch) if task.digest is None else task.digest)
 
 
-def known_of(
-    loader: Any, epoch: int, step: int, state: Any = None, log: str | os.PathLike[str] | None = None
-) -> tuple[list[State], Log | None]:
-    """The states and the log from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
+def known_of(loader: Any, epoch: int, step: int, state: Any = None) -> list[State]:
+    """The states from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
 
     Raises:
-        StateError: the log has no state of this epoch, and no other is given.
         ValueError: there is no such epoch or step.
     """
     for number in (epoch, step):
         if not is_whole(number) or number < 0:
             raise ValueError(f"epoch and step must be whole numbers >= 0, got {epoch!r} and {step!r}")
     states = [] if state is None else [state] if isinstance(state, dict) else [*state]
-    found = None
-    if log is not None or loader.provenance is not None:
-        from rayloader.replay.log_writer import log_of  # needs pyarrow
-
-        found = log_of(loader, log)
-        try:
-            states += found.states_of(epoch)
-        except LookupError as error:
-            if not states:
-                raise StateError(str(error)) from None
-    return [State.load(one) for one in states or [loader.state_dict()]], found
+    return [State.load(one) for one in states or [loader.state_dict()]]
 
 
-def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int, log: Log | None = None) -> Rebuilt:
+def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int) -> Rebuilt:
     """The same in a fork of this process, in which nothing changes.
 
     Raises:
@@ -198,7 +168,7 @@ def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int,
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(
-        target=_send, args=(sending, loader, states, epoch, step, log), name="rayloader-replay", daemon=True
+        target=_send, args=(sending, loader, states, epoch, step), name="rayloader-replay", daemon=True
     )
     try:
         with warnings.catch_warnings():
@@ -255,63 +225,46 @@ def _nearest(loader: Any, states: Sequence[State], epoch: int, step: int) -> Sta
     if not fitting:
         of_rank = "" if rank is None else f" and of rank {rank}"
         raise StateError(
-            f"to build step {step} of epoch {epoch}, a state of that epoch{of_rank} is needed, or a provenance "
-            f"log; got states of epochs {sorted({state.epoch for state in states})}. Epochs count from 0, resumed ones "
-            "too; a state that was saved between two epochs is of the next one"
+            f"to build step {step} of epoch {epoch}, a state of that epoch{of_rank} is needed; got states of epochs "
+            f"{sorted({state.epoch for state in states})}. Epochs count from 0, resumed ones too; a state that was "
+            "saved between two epochs is of the next one"
         )
     return min(fitting, key=lambda state: step - state.step if step >= state.step else step + state.step)
 
 
-def _planned(loader: Any, state: State, step: int, log: Log | None) -> _Plan:
+def _planned(loader: Any, state: State, step: int) -> _Plan:
     """What must be built for a step."""
     is_iterable, place = _is_iterable(loader), state.position
     depends = _why_it_depends(loader, state)
     if place is not None and not place.finished and (step < state.step or step in place.ahead):
         state = _from_start(loader, state, place, step, is_free=not depends)
     place, start = state.position, state.step
-    known, worker_id = {}, None
-    if log is not None:
-        with contextlib.suppress(LookupError):  # the run was killed before it was written
-            worker_id = log.row(state.epoch, step)["worker"]
-            known = log.of_worker(state.epoch, worker_id)
-    if (state.epoch, step) in state.skip_steps or worker_id == -1 or step >= _STEPS:
+    if (state.epoch, step) in state.skip_steps or step >= _STEPS:
         raise _never_came(step)
-    digests = {one: value for one, value in known.items() if start <= one <= step}
     count = checkpoint.goes_on(loader, state, _stream_workers(loader, state))[1]
     if not depends:
         if count:
             state = _with_workers(state, lambda _: checkpoint.fresh_worker(state.position))
-        alone = AllBut({step}, step + 1, step % max(1, count))
-        return _Plan(state, alone, step, 0, digests, step % count if count else None)
+        return _Plan(state, AllBut({step}, step + 1, step % max(1, count)), step, 0)
     if not count:
         of_run = SkipSteps(known=state.skip_steps)
         of_run.end = step + 1
-        return _Plan(state, of_run, step, step - start, digests)
-    if worker_id is None and count > 1 and (is_iterable or not loader.in_order or loader.scheduling == "dynamic"):
-        if not loader.in_order or not is_iterable:
-            raise StateError(
-                f"step {step} depends on the batches that its worker has built before it ({depends}), and where "
-                "workers take what comes (in_order=False, scheduling='dynamic') no state says which these are; pass a "
-                "provenance log"
-            )
-        # Whose turn it is depends on which streams have ended before, so all are read.
-        return _Plan(state, SkipSteps(), step, step - start, digests)
-    if worker_id is None:
-        worker_id = step % count
-        mine: Sequence[int] = range(start + (worker_id - start) % count, step + 1, count)
-    else:
-        mine = [*digests]
-    state = _with_workers(state, lambda number: None if number == worker_id else SavedWorker())
+        return _Plan(state, of_run, step, step - start)
+    if is_iterable:  # whose turn it is depends on which streams have ended before, so all are read
+        return _Plan(state, SkipSteps(), step, step - start)
+    if count > 1 and (not loader.in_order or loader.scheduling == "dynamic"):
+        raise StateError(
+            f"step {step} depends on the batches that its worker has built before it ({depends}), and where workers "
+            "take what comes (in_order=False, scheduling='dynamic') no state says which these are; with "
+            "seeding='batch' and a dataset without state or random generators of its own a batch depends on none"
+        )
+    worker_id = step % count
+    mine = range(start + (worker_id - start) % count, step + 1, count)
     again = 0 if place is None else len(tasks_in(place.workers[worker_id].replay))
-    before = len(mine) - 1 + again
-    if not is_iterable:
-        before -= sum(epoch == state.epoch and one in mine for epoch, one in state.skip_steps)
-        return _Plan(state, AllBut(mine, step + 1, worker_id, state.skip_steps), step, before, digests, worker_id)
-    # A worker that works alone builds batches of consecutive numbers.
-    last, tasks = start + len(mine) - 1, 0 if place is None or place.finished else place.next_task
-    numbers = {start + count: digests[one] for count, one in enumerate(mine) if one in digests} if digests else {}
-    skips = AllBut(range(sys.maxsize), tasks + len(mine), worker_id)
-    return _Plan(state, skips, last, before, numbers, worker_id)
+    skipped = sum(epoch == state.epoch and one in mine for epoch, one in state.skip_steps)
+    state = _with_workers(state, lambda number: None if number == worker_id else SavedWorker())
+    skips = AllBut(mine, step + 1, worker_id, state.skip_steps)
+    return _Plan(state, skips, step, len(mine) - 1 + again - skipped)
 
 
 def _stream_workers(loader: Any, state: State) -> int:
@@ -329,7 +282,7 @@ def _from_start(loader: Any, state: State, place: SavedPlace, step: int, *, is_f
     if why:
         raise StateError(
             f"step {step} can't be built from this state, which was saved after step {state.step - 1}: {why}; "
-            "pass a state that was saved before the step, or a provenance log"
+            "pass a state that was saved before the step"
         )
     begin = place._replace(
         stream=None if place.stream is None else Stream(),
@@ -406,13 +359,4 @@ def _never_came(step: int) -> StateError:
     return StateError(
         f"step {step} was never delivered: the epoch has fewer steps, or the step was in skip_steps, or all its "
         "samples were skipped"
-    )
-
-
-def _differs(plan: _Plan, number: int, step: int) -> str:
-    where = "the batch" if number == plan.last else f"batch {number}, which its worker builds before it,"
-    return (
-        f"step {step} can't be built again: {where} differs from what the run delivered. Dataset, files, transforms, "
-        "collate_fn, libraries and machine must be those of the run; `rayloader show` tells with which versions it was "
-        "logged"
     )

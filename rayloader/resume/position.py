@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rayloader import fetching
 from rayloader.interrupts import new_lock
@@ -37,25 +37,6 @@ class DrawnAgain(Iterator[Any]):
         return next(self._indices)
 
 
-class StepLog(Protocol):
-    """A log of what became of each step; see `replay/log_writer.py`. It is used under the lock of its position."""
-
-    def forget(self) -> None:
-        """Another epoch begins."""
-
-    def begin(self, loader: Any, position: Position, tally: Any) -> None:
-        """The epoch has begun, or goes on, and the user has got nothing of it yet."""
-
-    def drawn(self, step: int, indices: Any, *, skipped: bool) -> None:
-        """The sampler has given a step's indices; `skipped`: nobody builds the batch."""
-
-    def add(self, step: int, worker_id: int, digest: int, outcome: int, skipped: int) -> None:
-        """The user has what came of a step. Calling it twice in a row does no harm."""
-
-    def flush(self) -> None:
-        """Writes what is not written yet."""
-
-
 class Position:
     """The position of one iterator's user; kept up to date by the epoch, under `lock`."""
 
@@ -74,7 +55,6 @@ class Position:
         self.epoch = 0  # epochs of these workers before this one
         self.epochs_begun = epochs_begun  # of the run, this one included
         self.skips: NothingSkipped = NothingSkipped()
-        self.log: StepLog | None = None
         self._forget_epoch()
 
     @property
@@ -115,8 +95,6 @@ class Position:
         self.loaded: bytes | None = None
         self.follows_break = False  # and may still tell its position in an epoch that was broken off
         self._draws = 0  # from the sampler, including the one that found its end
-        if self.log is not None:
-            self.log.forget()
 
     def redeals(self, begin: EpochBegin) -> Any:
         """The epoch was begun by other ranks: returns the iterator over this rank's share of the rest."""
@@ -149,8 +127,6 @@ class Position:
         skipped = not known and not self.iterable and self.skips.has((self.epoch_of_run, task_id))
         if known or skipped:
             self._ahead[task_id] = checksum
-        if self.log is not None and not known:
-            self.log.drawn(task_id, indices, skipped=skipped)
         if task_id == 0 and self.stateful and len(self.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
             self.starts += (Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum),)
@@ -204,23 +180,12 @@ class Position:
         with self.lock:
             if self.handed is not None and not self.handed.counted:
                 task = self.handed
-                if self.log is not None:
-                    step = self.step_of(task.task_id)
-                    self.log.add(step, task.worker_id, task.digest or 0, task.outcome, task.skipped)
                 self.taken(task.worker_id, task.task_id, task.indices.checksum)
                 self.handed.counted = True
 
     def ends(self) -> None:
         """The last batch of the epoch was taken."""
         self.finished = True
-        self.flush_log()
-
-    def flush_log(self) -> None:
-        """Completes the log, if there is one, up to the batch that was handed over last."""
-        if self.log is not None:
-            with self.lock:
-                self.settle()
-                self.log.flush()
 
     def taken(self, worker_id: int, task_id: int, checksum: int) -> None:
         """The user has this task's batch now. Calling it twice in a row does no harm, see `Journal.taken`."""

@@ -75,7 +75,6 @@ def check_refusals():
         {"on_error": "skip"},
         {"device": "cpu"},
         {"skip_steps": [1]},
-        {"provenance": "log"},
     ):
         with pytest.raises(ValueError, match=f"{next(iter(options))}=.* needs rayloader's own workers, which can't be"):
             iter(DataLoader(NUMBERS, num_workers=1, **options))

@@ -26,7 +26,7 @@ ANY_CPU = {"num_cpus": 0}  # options of workers
 
 OURS = ["workers", "ray_remote_args", "fresh_processes", "seeding", "scheduling"]
 OURS += ["max_worker_restarts", "on_timeout", "on_error", "max_skipped", "arenas", "snapshot_every_n_steps", "name"]
-OURS += ["num_replicas", "rank", "seed", "device", "prefetch_to_device", "skip_steps", "provenance"]
+OURS += ["num_replicas", "rank", "seed", "device", "prefetch_to_device", "skip_steps"]
 
 
 class NoLength:

@@ -1,6 +1,5 @@
 """Any batch of a run again: `DataLoader.batch_at` and `rayloader replay`, for runs of all kinds."""
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -22,7 +21,7 @@ from documents import ROOT, blocks_of, commands_of
 from probes import oversubscribed
 from rayloader import RayloaderError, ReplayError, StateError
 from rayloader.cli.commands import app
-from rayloader.replay import provenance, rebuild
+from rayloader.replay import rebuild
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
 from rayloader.resume.state import State
@@ -110,26 +109,10 @@ OF_SOME_STATES = {
     "batch seeding without workers",
     "a stream without workers, seeded by batch",
 }
-# States alone are of no use for these.
-NEEDS_LOG = {"batches as they come": {"in_order": False}, "no workers": {"num_workers": 0}}
 
 
 def make_kind(options):
     return {key: value for key, value in options.items() if key != "skip_steps"}
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *NEEDS_LOG])
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_any_step_of_a_run_is_built_again_by_its_log(kind, count, tmp_path):
-    options, path = {**KINDS, **NEEDS_LOG}[kind], tmp_path / "run.arrows"
-    run = run_of(**options, provenance=path)
-    for epoch, steps in enumerate(run.epochs):
-        for step in random.Random(f"{kind} {epoch}").sample(sorted(steps), count):
-            batch = built(again(**make_kind(options)), epoch, step, log=path)
-            assert same(batch, steps[step])
-            assert provenance.read(path).row(epoch, step)["digest"] == digest_of(
-                *((None, batch) if isinstance(batch, Exception) else (batch,))
-            )
 
 
 SAMPLED = ["worker seeding", "batch seeding", "persistent workers", "skips", "a stream", "a stream with state"]
@@ -157,7 +140,15 @@ def test_any_step_of_a_run_is_built_again_from_each_state_of_its_epoch_that_suit
     assert all(re.search("was saved after step|no state says which", error) for error in refused)
 
 
-def test_without_workers_the_program_s_generators_need_a_state_from_right_before_the_step_or_a_log():
+def test_where_workers_take_what_comes_no_state_says_what_they_have_built():
+    run = run_of(in_order=False, epochs=1)
+    with pytest.raises(StateError, match="no state says which these are; with seeding='batch'"):
+        again(in_order=False).batch_at(0, 7, state=run.states)
+    run = run_of(in_order=False, seeding="batch", epochs=1)
+    assert len(run.epochs[0]) == 10
+
+
+def test_without_workers_the_program_s_generators_need_a_state_from_right_before_the_step():
     data.seed(1)
     loader = data.make(num_workers=0)
     iterator = iter(loader)
@@ -225,57 +216,45 @@ def test_one_of_four_ranks_is_built_again_from_the_list_of_all_states(rank):
 
 
 def test_a_run_in_which_a_worker_was_killed(tmp_path):
-    path, mark = tmp_path / "run.arrows", tmp_path / "killed"
-    run = run_of(data.KillsOnce(mark), provenance=path, epochs=1)
+    mark = tmp_path / "killed"
+    run = run_of(data.KillsOnce(mark), epochs=1)
     assert mark.exists()
-    assert provenance.read(path).steps_of(0)["restarts"].to_pylist()[-1] == 1
     for step, batch in run.epochs[0].items():
-        assert same(again(data.KillsOnce(mark)).batch_at(0, step, log=path), batch)
+        assert same(again(data.KillsOnce(mark)).batch_at(0, step, state=run.states), batch)
 
 
-def begun(path, count):
-    """A loader with a log, its iterator, of which so many batches were taken, and the state after these."""
+def test_a_run_that_was_resumed_with_a_step_left_out():
     data.seed(1)
-    loader = data.make(provenance=path, **FORKS)
+    loader = data.make(**FORKS)
     iterator = iter(loader)
-    [next(iterator) for _ in range(count)]
-    return loader, iterator, through_json(loader.state_dict())
-
-
-def test_a_run_that_was_resumed_with_a_step_left_out(tmp_path):
-    path = tmp_path / "run.arrows"
-    _, iterator, state = begun(path, 3)
+    [next(iterator) for _ in range(3)]
+    state = through_json(loader.state_dict())
     spiked = [*iterator]
-    resumed = again(provenance=path, skip_steps=[5])
+    resumed = again(skip_steps=[5])
     resumed.load_state_dict(state)
-    rest = Run(resumed, epochs=1).epochs[0]
+    run = Run(resumed, epochs=1)
+    rest, [state] = run.epochs[0], [one for one in run.states if one["skip_steps"] and one["epoch"] == 0][:1]
     assert {*rest} == {3, 4, 6, 7, 8, 9}
     assert same(rest[4], spiked[1])  # of the other worker
     assert not same(rest[7], spiked[4])  # whose worker has not drawn for step 5
     for step, batch in rest.items():
-        assert same(again().batch_at(0, step, log=path), batch)
+        assert same(again().batch_at(0, step, state=state), batch)
     with pytest.raises(StateError, match="never delivered"):
-        again().batch_at(0, 5, log=path)
+        again().batch_at(0, 5, state=state)
 
 
-def test_actors_deliver_what_forks_build_again(ray_session, tmp_path):
-    path = tmp_path / "run.arrows"
-    run = run_of(provenance=path, workers="ray", epochs=1)
+def test_actors_deliver_what_forks_build_again(ray_session):
+    run = run_of(workers="ray", epochs=1)
     for step in (1, 8):
-        assert same(again(workers="ray").batch_at(0, step, log=path), run.epochs[0][step])
+        assert same(again(workers="ray").batch_at(0, step, state=run.states), run.epochs[0][step])
 
 
-def test_the_loader_s_own_log_and_its_own_state_are_the_default(tmp_path):
-    data.seed(1)
-    loader = data.make(provenance=tmp_path, **FORKS)
-    steps = [dict(enumerate(loader)) for _ in range(2)]
-    assert same(loader.batch_at(0, 4), steps[0][4])
-    assert same(loader.batch_at(1, 9), steps[1][9])
-    without = data.make(**FORKS)
-    iterator = iter(without)
+def test_the_loader_s_own_state_is_the_default():
+    loader = data.make(**FORKS)
+    iterator = iter(loader)
     first, second = next(iterator), next(iterator)
-    assert same(without.batch_at(0, 0), first)
-    assert same(without.batch_at(0, 1), second)
+    assert same(loader.batch_at(0, 0), first)
+    assert same(loader.batch_at(0, 1), second)
 
 
 def rescaled():
@@ -284,17 +263,17 @@ def rescaled():
     return dataset
 
 
-def test_another_transform_is_an_error_where_a_log_tells(tmp_path):
-    run_of(provenance=tmp_path / "run.arrows", epochs=1)
-    with pytest.raises(ReplayError, match="differs from what the run delivered"):
-        again(rescaled()).batch_at(0, 4, log=tmp_path / "run.arrows")
+def test_another_transform_is_an_error_where_the_state_has_a_batch_of_that_worker():
+    run = run_of(epochs=1)
+    with pytest.raises(ReplayError, match="differs"):
+        again(rescaled()).batch_at(0, 8, state=run.states[2])
 
 
-def test_the_exception_of_a_sample_is_the_batch_s(tmp_path):
-    run = run_of(data.Raising, provenance=tmp_path / "run.arrows", epochs=1)
+def test_the_exception_of_a_sample_is_the_batch_s():
+    run = run_of(data.Raising, epochs=1)
     [(step, error)] = [(step, one) for step, one in run.epochs[0].items() if isinstance(one, ValueError)]
     with pytest.raises(ValueError, match=re.escape(str(error))):
-        again(data.Raising).batch_at(0, step, log=tmp_path / "run.arrows")
+        again(data.Raising).batch_at(0, step, state=run.states)
 
 
 @pytest.mark.parametrize(
@@ -360,16 +339,6 @@ def test_a_step_without_end_is_refused_at_once():
             again().batch_at(0, step, state=run.states[0])
 
 
-def test_a_step_that_the_log_of_a_killed_run_lacks_is_built_without_it(tmp_path):
-    path = tmp_path / "run.arrows"
-    run = run_of(provenance=path, epochs=1)
-    log = provenance.read(path)
-    log.iterations[0] = dataclasses.replace(log.iterations[0], rows=log.iterations[0].rows.slice(0, 3))
-    rebuilt = rebuild.rebuilt_in_fork(again(), loaded(log.states_of(0)), 0, 6, log)
-    assert same(rebuilt.batch, run.epochs[0][6])
-    assert not rebuilt.is_compared
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_classes_of_a_function_are_the_program_s_own(num_workers):
     class Own:
@@ -424,9 +393,11 @@ def command(tmp_path, monkeypatch):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A run with a log and a checkpoint."""
-    run = run_of(provenance=tmp_path / "run.arrows", epochs=2)
+    """A run of two epochs, with a checkpoint in each."""
+    run = run_of(epochs=2)
     torch.save({"model": {}, "loader": run.states[1]}, tmp_path / "checkpoint.pt")
+    [second] = [state for state in run.states if state["epoch"] == 1][:1]
+    (tmp_path / "second.json").write_text(json.dumps(second))
     return run
 
 
@@ -437,20 +408,19 @@ def test_the_command_builds_a_step_from_a_checkpoint(command, saved, tmp_path):
     )
     assert code == 0
     assert "Step 7 of epoch 0, of worker 1" in printed
-    assert "not compared with a log" in printed
     batch = saved.epochs[0][7]
     assert same(torch.load(tmp_path / "batch.pt"), batch)
     assert str(batch[0].tolist()) in printed
 
 
-def test_the_command_builds_a_step_from_a_log(command, saved, tmp_path):
-    arguments = (tmp_path / "run.arrows", "--loader", "replay_data:plain", "--step", 7, "--epoch", 1, "--json")
-    code, printed = command(*arguments)
+def test_the_command_takes_the_state_of_the_epoch_and_prints_json(command, saved, tmp_path):
+    sources = tmp_path / "checkpoint.pt", tmp_path / "second.json"
+    code, printed = command(*sources, "--loader", "replay_data:plain", "--step", 7, "--epoch", 1, "--json")
     found = json.loads(printed[printed.index("{") :])
     assert code == 0
-    assert found["compared with the log"]
     assert found["indices"] == saved.epochs[1][7][0].tolist()
     assert found["digest"] == f"{digest_of(saved.epochs[1][7]):08x}"
+    assert (found["epoch"], found["step"], found["worker"]) == (1, 7, 1)
 
 
 def test_the_command_makes_the_loader_of_a_rank(command, tmp_path):
@@ -468,7 +438,7 @@ def test_the_command_makes_the_loader_of_a_rank(command, tmp_path):
 
 WRONG = {
     "no epoch, of two": (("--step", 1), "say which epoch"),
-    "no function of that name": (("--step", 1, "--epoch", 0, "--loader", "replay_data:nobody"), "cannot be found"),
+    "no function of that name": (("--step", 1, "--epoch", 0, "--loader", "replay_data:nobody"), "can't be found"),
     "no loader": (("--step", 1, "--epoch", 0, "--loader", "replay_data:noise"), "must be or return a rayloader"),
     "a rank that the function does not take": (
         ("--step", 1, "--epoch", 0, "--rank", 1, "--loader", "replay_data:of_nobody"),
@@ -478,7 +448,6 @@ WRONG = {
         ("--step", 1, "--epoch", 0, "--rank", 1, "--loader", "replay_data:LOADER"),
         "are for a function with the arguments rank and num_replicas",
     ),
-    "two logs": (("run.arrows", "--step", 1, "--epoch", 0), "one log at most"),
     "no such step": (("--step", 99, "--epoch", 0), "never delivered"),
     "no such epoch": (("--step", 1, "--epoch", 7), "the sources have no state of epoch 7, but of epochs [0, 1]"),
     "no folder": (("--step", 1, "--epoch", 0, "--save", "none/batch.pt"), "there is no folder none"),
@@ -488,10 +457,9 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_the_command_cannot_do_is_said_in_one_line(command, saved, tmp_path, case):
     arguments, message = WRONG[case]
-    arguments = [tmp_path / one if one == "run.arrows" else one for one in arguments]
     if "--loader" not in arguments:
-        arguments += ["--loader", "replay_data:plain"]
-    code, printed = command(tmp_path / "run.arrows", *arguments)
+        arguments += "--loader", "replay_data:plain"
+    code, printed = command(tmp_path / "checkpoint.pt", tmp_path / "second.json", *arguments)
     assert (code, message in printed) == (2, True), printed
 
 
@@ -504,35 +472,12 @@ def test_a_rank_that_the_sources_are_not_of(command, tmp_path):
 
 
 def test_a_step_that_raised_raises_in_one_line(command, tmp_path):
-    path = tmp_path / "run.arrows"
-    run = run_of(data.Raising, provenance=path, epochs=1)
+    path = tmp_path / "state.json"
+    run = run_of(data.Raising, epochs=1)
+    path.write_text(json.dumps(run.states[0]))
     [step] = [step for step, one in run.epochs[0].items() if isinstance(one, ValueError)]
     code, printed = command(path, "--loader", "replay_data:raising", "--step", step)
     assert (code, "raised, and no batch came, as in the run: ValueError" in printed) == (2, True)
-
-
-def test_a_run_that_leaves_out_what_it_had_delivered_before(tmp_path):
-    """The checkpoint is so near before the step that the resumed run draws it at once."""
-    path = tmp_path / "run.arrows"
-    loader, iterator, state = begun(path, 5)
-    [next(iterator) for _ in range(3)]
-    del iterator, loader
-    resumed = again(provenance=path, skip_steps=[6])
-    resumed.load_state_dict(state)
-    list(resumed)
-    rows = provenance.read(path).steps_of(0)
-    assert rows["step"].to_pylist() == [*range(10)]
-    assert rows["outcome"].to_pylist() == [0, 0, 0, 0, 0, 0, 3, 0, 0, 0]
-
-
-def test_building_again_writes_to_no_log(tmp_path):
-    path = tmp_path / "run.arrows"
-    run_of(provenance=path, epochs=1)
-    before = path.read_bytes()
-    loader = again(provenance=path)
-    loader.batch_at(0, 4)
-    rebuild.Reconstruction(loader, loaded(provenance.read(path).states_of(0)), 0, 4).run()
-    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -554,7 +499,7 @@ def test_the_story_of_the_page_runs_as_it_stands(tmp_path, command, monkeypatch)
     [block] = blocks_of("replay.md", story)
     (tmp_path / "train.py").write_text(block.code)
     commands = commands_of(story)
-    assert [line.split()[0] for line in commands] == ["python", "rayloader", "rayloader", "python"]
+    assert [line.split()[0] for line in commands] == ["python", "rayloader", "python"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "train", None)  # so that the program's is gone afterwards
@@ -572,8 +517,6 @@ def test_the_story_of_the_page_runs_as_it_stands(tmp_path, command, monkeypatch)
         assert code == 0, output
         printed.append(output)
     assert printed[0].startswith("step 19: loss")
-    assert "(the log's)" in printed[1]
     assert "123" in printed[1][printed[1].index("indices") :].split("]")[0]
-    assert "not compared with a log" in printed[2]
-    assert printed[3] == ""  # the same run without the step has no spike
+    assert printed[2] == ""  # the same run without the step has no spike
     assert torch.load(tmp_path / "spike.pt")[0].max() > 99

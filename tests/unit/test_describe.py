@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSa
 from rayloader import DataLoader, StateError
 from rayloader.replay.describe import described
 from rayloader.resume.checkpoint import fits_any_ranks, fits_any_workers
-from rayloader.resume.state import State
+from rayloader.resume.state import VERSION, State
 from states import Stream, saved
 
 
@@ -39,7 +39,7 @@ def test_a_description_is_complete_and_of_plain_types():
     found = described(state)
     assert json.loads(json.dumps(found)) == found
     assert found.keys() > {*State._fields}
-    assert found["next"] == {"epoch": 0, "step": 3, "between_epochs": False}
+    assert (found["epoch"], found["step"], found["version"]) == (0, 3, VERSION)
     assert found["fits"].items() >= {"batch_size": 4, "seeding": "worker", "dataset_length": 100}.items()
     assert found["position"]["delivered"] == 3
     assert len(found["position"]["workers"]) == found["num_workers"] == 2
@@ -69,7 +69,6 @@ def test_the_ranks_that_a_state_continues_on_are_told(options, changes):
         options = {"batch_size": 1, **options}
     state = saved(**options)
     assert fits_any_ranks(state) is changes
-    assert described(state)["continues_on"]["other_ranks"] is changes
 
 
 def test_any_workers_continue_what_depends_on_none():
@@ -88,10 +87,9 @@ def test_a_loader_takes_just_the_states_that_it_is_told_to_continue(num_workers,
     if num_workers and isinstance(dataset, Remembering) and taken:
         workers = tuple(worker._replace(remembers=True) for worker in state.position.workers)
         state = state._replace(position=state.position._replace(workers=workers))
-    on = described(state)["continues_on"]
-    for others, told in ((0, on["no_workers"]), (1, on["workers"])):
+    for others in (0, 1):
         loader = DataLoader(dataset, batch_size=4, seeding=seeding, num_workers=others)
-        assert loads(loader, state.pack()) is told
+        assert loads(loader, state.pack()) is (bool(others) == bool(num_workers) or fits_any_workers(state))
 
 
 @pytest.mark.parametrize("kind", ["loader", "torch's", "batches", "stream"])
@@ -112,7 +110,7 @@ def test_ranks_take_just_the_states_that_they_are_told_to_continue(kind):
     packed = [state.pack() for state in states]
     for count in (2, 3):
         for rank in range(count):
-            told = count == 2 or described(states[0])["continues_on"]["other_ranks"]
+            told = count == 2 or fits_any_ranks(states[0])
             assert loads(DataLoader(**options(count, rank)), packed) is told
             assert loads(DataLoader(**options(count, rank)), packed[1]) is ((count, rank) == (2, 1))
 

@@ -60,7 +60,7 @@ EXCEPTIONS = {
     ("rayloader/loader.py", "rayloader.data"): "for `stats()`, which tells of caches",
     ("rayloader/loader.py", "rayloader.frameworks"): "where a framework rebuilds or reads the loader",
     ("rayloader/loader.py", "rayloader.gpu"): "for `batch_at` of a loader with a device",
-    ("rayloader/loader.py", "rayloader.replay"): "for `provenance` and `batch_at`",
+    ("rayloader/loader.py", "rayloader.replay"): "for `batch_at`",
     ("rayloader/loader.py", "rayloader.workers.ray_use"): "it must see each fork from the import of the package on",
     ("rayloader/options.py", "rayloader.gpu"): "for `device`",
     ("rayloader/transport/arena.py", "rayloader.gpu"): "for an arena that is page-locked",

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rayloader import DataLoader
-from rayloader.cli import sources
 from rayloader.cli.sources import SourceError, load, made, named
 from rayloader.resume.state import VERSION, State
 from states import of_ranks, saved
@@ -25,8 +24,8 @@ def is_same(packed, state):
 def test_a_state_in_a_file_of_json_is_found(tmp_path):
     state = saved()
     (tmp_path / "state.json").write_text(json.dumps(state.pack()))
-    assert is_same(load(tmp_path / "state.json"), state)
-    assert is_same(load(tmp_path / "state.json", "loops.fit"), state), "a file that is a state needs no key"
+    assert is_same(*load(tmp_path / "state.json"), state)
+    assert is_same(*load(tmp_path / "state.json", "loops.fit"), state), "a file that is a state needs no key"
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -35,7 +34,7 @@ def test_a_state_in_a_file_of_torch_is_found(tmp_path, is_new):
     path = tmp_path / "checkpoint.pt"
     content = {"model": {"weight": torch.ones(3)}, "loader": state.pack()}
     torch.save(content, path, _use_new_zipfile_serialization=is_new)
-    assert is_same(load(str(path)), state)
+    assert is_same(*load(str(path)), state)
 
 
 def test_a_state_deep_in_a_checkpoint_is_found(tmp_path):
@@ -44,9 +43,9 @@ def test_a_state_deep_in_a_checkpoint_is_found(tmp_path):
     path = tmp_path / "lightning.ckpt"
     loops = {"fit_loop": {"state_dict": {"combined_loader": [state.pack()]}}}
     torch.save({"epoch": 1, "loops": loops, "callbacks": {1: ()}}, path)
-    assert is_same(load(path), state)
+    assert is_same(*load(path), state)
     torch.save({**state.pack(), "_iterator_finished": False}, tmp_path / "dl_state_dict.bin")
-    assert is_same(load(tmp_path / "dl_state_dict.bin"), state)
+    assert is_same(*load(tmp_path / "dl_state_dict.bin"), state)
 
 
 def test_one_of_several_states_is_chosen_by_its_key(tmp_path):
@@ -55,8 +54,8 @@ def test_one_of_several_states_is_chosen_by_its_key(tmp_path):
     torch.save({"loaders": {"train": one.pack(), "val.easy": other.pack()}}, path)
     with pytest.raises(SourceError, match=r"holds 2 states; choose one by --key: loaders.train, loaders.val.easy$"):
         load(path)
-    assert is_same(load(path, "loaders.train"), one)
-    assert is_same(load(path, "loaders.val"), other)
+    assert is_same(*load(path, "loaders.train"), one)
+    assert is_same(*load(path, "loaders.val"), other)
     with pytest.raises(SourceError, match=r"holds 2 states; choose one by --key"):
         load(path, "loaders")
     with pytest.raises(SourceError, match=r"holds no state at loader; choose one by --key: loaders.train, loaders.val"):
@@ -84,7 +83,8 @@ def test_the_states_of_all_ranks_are_one_thing(tmp_path):
 def test_states_of_another_version_are_left_to_who_reads_them(tmp_path):
     path = tmp_path / "old.json"
     path.write_text(json.dumps({"loader": {**saved().pack(), "version": VERSION - 1}}))
-    assert load(path)["version"] == VERSION - 1
+    [found] = load(path)
+    assert found["version"] == VERSION - 1
 
 
 def test_a_checkpoint_that_holds_itself_is_searched_once(tmp_path):
@@ -92,7 +92,8 @@ def test_a_checkpoint_that_holds_itself_is_searched_once(tmp_path):
     content = {"loader": saved().pack()}
     content["all"] = [content]
     torch.save(content, path)
-    assert load(path)["format"] == "rayloader"
+    [found] = load(path)
+    assert found["format"] == "rayloader"
 
 
 def test_nothing_in_a_file_is_run(tmp_path):
@@ -105,7 +106,7 @@ def test_nothing_in_a_file_is_run(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is neither JSON, nor a file of torch.save, nor a provenance log"),
+        (b"", "is neither JSON, nor a file of torch.save"),
         (b"not this", "is neither JSON"),
         (b"\x00\x01\x02", "is neither JSON"),
         (pickle.dumps({"a": 1}), "is neither JSON"),
@@ -128,15 +129,6 @@ def test_what_is_no_file_is_refused(tmp_path):
         load(tmp_path / "nothing")
     with pytest.raises(SourceError, match=r"is a folder; name a file in it .*dl_state_dict\.bin"):
         load(tmp_path)
-
-
-def test_a_log_needs_pyarrow(tmp_path, monkeypatch):
-    path = tmp_path / "run.arrows"
-    path.write_bytes(sources._ARROW)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "rayloader.replay.provenance", raising=False)
-    with pytest.raises(SourceError, match=r"read by pyarrow; run: pip install 'rayloader\[arrow\]'"):
-        load(path)
 
 
 # ---- names
