@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rayloader.actors.room import ClusterState, Node, Waiting, Want, add
 from rayloader.errors import TESTED
 
 # Ray's loggers that report at its start what is of no interest for a Ray of one program.
@@ -45,6 +46,7 @@ _OWN_WORKERS = (
     "and how one has ended is known from Ray alone"
 )
 _LATE_AGENTS = "on a busy machine a Ray that is started here may end before its agents run"
+_NO_DEMAND = "idle workers keep what they hold for a minute, whatever else in the cluster waits for it"
 _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
 # What it costs that a version of Ray lacks a name; "" if nothing, because the versions without it do not need it. Names
 # are paths from the module: of an attribute, of an argument of a function, in parentheses, or of a file. Where modules
@@ -62,6 +64,8 @@ COSTS = {
         "no cluster counts as one that can add nodes: workers share CPUs, or wait a minute for a place; set "
         "ray_remote_args={'num_cpus': 1}, and RAYLOADER_START_TIMEOUT (seconds)"
     ),
+    "_private.node.Node.get_gcs_client": _NO_DEMAND,
+    "_private.state.state._connect_and_get_accessor": _NO_DEMAND,
     "_private.worker.print_to_stdstream": "Ray prints a line for each worker process that dies",
     "_private.worker._changeproctitle": "`ps` and `top` do not show which loader a worker process works for",
     "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
@@ -258,6 +262,56 @@ def draining_nodes(ray: ModuleType) -> dict[str, int]:
     ask = _found(ray, "_private.state.state.get_draining_nodes")
     nodes: dict[str, int] = {} if ask is None else ask()
     return nodes
+
+
+def cluster_state(ray: ModuleType, timeout: float) -> ClusterState | None:
+    """What is free, and what waits; None if this version of Ray does not tell.
+
+    Raises:
+        Exception: Ray has not answered within so many seconds.
+    """
+    node = _found(ray, "_private.worker.global_worker.node")
+    client = _member(node, "_private.node.Node.get_gcs_client")
+    accessor = _found(ray, "_private.state.state._connect_and_get_accessor")
+    if client is None or accessor is None:
+        return None
+    messages: Any = importlib.import_module("ray.core.generated.autoscaler_pb2")
+    statuses, is_in = messages.NodeStatus, importlib.import_module("ray.core.generated.common_pb2").LABEL_OPERATOR_IN
+    actor_data = importlib.import_module("ray.core.generated.gcs_pb2").ActorTableData
+
+    def want(request: Any) -> Want:
+        labels = [selector.label_constraints for selector in request.label_selectors]
+        alternatives = [
+            [(one.label_key, frozenset(one.label_values), one.operator == is_in) for one in all_of] for all_of in labels
+        ]
+        return Want(dict(request.resources_bundle), alternatives)
+
+    answer = client().get_cluster_resource_state(timeout_s=timeout)
+    state = messages.GetClusterResourceStateReply.FromString(answer).cluster_resource_state
+    nodes = {
+        one.node_id.hex(): Node(dict(one.available_resources), dict(one.labels))
+        for one in state.node_states
+        if one.status in (statuses.RUNNING, statuses.IDLE)
+    }
+    waiting = [Waiting([want(one.request)], one.count) for one in state.pending_resource_requests]
+    for gang in state.pending_gang_resource_requests:
+        wants = [want(request) for request in gang.requests]
+        if any(place.HasField("affinity") for request in gang.requests for place in request.placement_constraints):
+            together: dict[str, float] = {}  # on one node
+            for one in wants:
+                add(together, one.amounts, 1)
+            wants = [Want(together)]
+        if wants:
+            waiting.append(Waiting(wants))
+    actors = [actor_data.FromString(one) for one in accessor().get_actor_table(None, "PENDING_CREATION")]
+    wanted = {actor.actor_id.hex(): dict(actor.required_resources) for actor in actors if not actor.pid}
+    return ClusterState(nodes, waiting, wanted)
+
+
+def actor_id_of(actor: Any) -> str:
+    """What Ray calls an actor."""
+    actor_id = _member(actor, "actor.ActorHandle._actor_id")
+    return "" if actor_id is None else str(actor_id.hex())
 
 
 def node_first(ray: ModuleType, node_id: str) -> Any:

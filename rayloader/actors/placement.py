@@ -28,7 +28,7 @@ logger = logging.getLogger("rayloader")
 START_TIMEOUT_S = 60.0
 AUTOSCALING_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
-# How long new actors may wait before idle ones of other loaders, which may hold the resources, must make room.
+# How long actors may wait whose options have found no place before: idle ones that are in their way have ended by then.
 ROOM_PATIENCE_S = 5.0
 # How long they may wait for CPUs that other work holds before they ask for none: long enough for short tasks to end.
 CPU_PATIENCE_S = 10.0
@@ -137,7 +137,7 @@ class Placement:
             limit = self.limit_with_others
         if waited >= (min(ROOM_PATIENCE_S, limit) if pending[0].key in self._not_placed else limit):
             return Verdict.GIVE_UP
-        return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
+        return Verdict.WAIT
 
     def tell(self, pending: Sequence[Actor], of: int) -> None:
         """Logs what the program waits for: these actors, of so many."""

@@ -1,9 +1,8 @@
 """The actors of this process: started, lent to fleets, ended. The driver's side of Ray.
 
 Promise: every actor of this process belongs to the one `Pool` of the current Ray session. It is lent to a fleet, or
-warm for the next one; see lifetimes.py. It ends some time after the last loader that could use it, with `shutdown()`,
-or with the driver. Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in
-session.py).
+warm for the next one; see lifetimes.py. It ends some time after its work, with `shutdown()`, or with the driver.
+Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in session.py).
 
 Threads: any thread may call. Finalizers (a lease's, a loader's, an iterator's) only enqueue
 jobs for the janitor.
@@ -21,7 +20,6 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -30,8 +28,9 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import draining_nodes, leave_out_deaths
+from rayloader.actors._compat_ray import cluster_state, draining_nodes, leave_out_deaths
 from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
+from rayloader.actors.demand import ASK_TIMEOUT_S, Demand
 from rayloader.actors.lifetimes import Lifetimes
 from rayloader.actors.placement import Draining, Placement
 from rayloader.actors.process import WorkerProcess
@@ -41,24 +40,11 @@ from rayloader.observe.metrics import Metrics
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import ray_use
 from rayloader.workers.connection import NeverStarts
-from rayloader.workers.janitor import Notes, ends_with_program, janitor
+from rayloader.workers.janitor import ends_with_program, janitor
 from rayloader.workers.processes import Verdict
-
-# How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
-# finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
-# itself may wait for them in `ray.get`.
-GRACE_S = 60.0
-JOINED_GRACE_S = 2.0
 
 _remote_worker: Any = ray.remote(WorkerProcess)
 leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
-
-
-@dataclass(eq=False, slots=True)
-class _Usable:
-    """What a loader that has iterated in this session can use."""
-
-    key: bytes = b""  # of the options that its actors are created with
 
 
 class Pool:
@@ -69,12 +55,12 @@ class Pool:
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(self.session_alive)
         self.placement = Placement()
-        self._usable = Notes(_Usable)  # by loaders
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
         self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
         self.draining = Draining(functools.partial(draining_nodes, ray))
+        self.demand = Demand(functools.partial(cluster_state, ray, ASK_TIMEOUT_S))
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
             self._probe = MemoryFile("probe", 1)
@@ -95,16 +81,14 @@ class Pool:
 
     # ---- for fleets
 
-    def begin_lease(self, loader: object, remote_args: dict[str, Any], name: str = "") -> Lease:
+    def begin_lease(self, loader: object, name: str = "") -> Lease:
         """A lease for the fleet of an iterator of `loader`; the actors lent to it come back with it.
 
         Args:
-            loader: whose options these are, until it is gone.
-            remote_args: the user's options of actors.
+            loader: whose metrics Ray is told.
             name: of the loader, for the names of actors.
         """
         self.wait()  # after this, actors that finalizers have left are warm
-        self._usable.of(loader).key = _key(remote_args)
         if self._metrics.watch(loader):
             self.later(self.tidy)
         return Lease(self._tidy_later, name)
@@ -115,19 +99,21 @@ class Pool:
         return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
-        """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
+        """Lends `count` actors until the lease ends: those that others have left first, and new ones beside them.
 
-        Waits for actors that are becoming warm, but not until new ones run.
+        Waits for those that are late, but not until new ones run.
         """
         self._check_lends()
         key = _key(remote_args)
-        actors = [] if fresh else self._lifetimes.lend(lease, key, count)
-        if len(actors) < count and not fresh and self._is_garbage_lent(lease, key):
-            actors += self._lifetimes.lend(lease, key, count - len(actors))
-        if len(actors) < count:
+        taken = [] if fresh else self._lifetimes.take(lease, key, count)
+        if len(taken) < count and not fresh and self._is_garbage_lent(lease, key):
+            taken += self._lifetimes.take(lease, key, count - len(taken))
+        created = self._create(lease, remote_args, count - len(taken), key)
+        proved = self._lifetimes.proved(taken)
+        if len(proved) < len(taken):
             self._check_lends()  # again after the wait: in an ended session a Ray call starts another one
-            actors += self._create(lease, remote_args, count - len(actors), key)
-        return actors
+            created += self._create(lease, remote_args, len(taken) - len(proved), key)
+        return proved + created
 
     def _is_garbage_lent(self, lease: Lease, key: bytes) -> bool:
         """Whether actors were lent to garbage, and come back now, which saves the start of others.
@@ -185,28 +171,23 @@ class Pool:
                 actor.is_placed()
         news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
-        verdict = self.placement.verdict(pending, waited, remote_args, others=others)
-        if verdict is Verdict.MAKE_ROOM:
-            self.later(self._lifetimes.kill_spare)
-        return verdict
+        return self.placement.verdict(pending, waited, remote_args, others=others)
 
     # ---- ends
 
     def tidy(self) -> float | None:
         """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
-        usable = {loader.key for loader in self._usable}
-        shared = not session.started_here()
-        left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
-        metrics = self._metrics.tell() if self.session_alive() else None
-        drains = self._look_for_drains() if self.session_alive() else None
-        return min((seconds for seconds in (left, metrics, drains) if seconds is not None), default=None)
+        deadlines = [self._lifetimes.tidy()]
+        for look in (self._metrics.tell, self._look_for_drains, self._look_for_demand):
+            if self.session_alive():
+                deadlines.append(look())
+        return min((seconds for seconds in deadlines if seconds is not None), default=None)
 
     def shutdown(self) -> None:
         """Kills every actor; callable more than once."""
         self._lifetimes.closed = True
         janitor.do(self._end_metrics)
         janitor.do(self._lifetimes.kill_all)
-        self._usable.clear()
         if self._probe is not None:
             self._probe.close()
 
@@ -229,13 +210,22 @@ class Pool:
                 self._lifetimes.kill(actor, if_spare=True)
         return seconds
 
+    def _look_for_demand(self) -> float | None:
+        """Calls `Demand.look`, and ends what is in the way."""
+        idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and not actor.ends]
+        pending = [actor for actor in self.actors if actor.state is ActorState.LENT and actor.address is None]
+        ending, seconds = self.demand.look(idle, pending)
+        for actor in ending:
+            self._lifetimes.end_idle(actor)
+        return seconds
+
     def _tidy_later(self, _: object) -> None:
         self.later(self.tidy)
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
+        if not count:
+            return []
         had_room = not self.placement.lacks_cpus(remote_args, count)
-        if not had_room:  # idle actors that these loaders cannot use may hold them
-            self.later(functools.partial(self._lifetimes.kill_spare, but=key))
         staying = [actor for actor in self.actors if not self.is_draining(actor)]
         living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
         options = self.placement.options(remote_args, count, count + living)
@@ -247,6 +237,7 @@ class Pool:
             raise
         if self.closed:
             raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")
+        self.later(self.demand.hurry)
         return actors
 
     def _make(

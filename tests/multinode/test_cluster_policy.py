@@ -1,6 +1,7 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
 import contextlib
+import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayloader.actors.placement
-import rayloader.actors.pool
+from inside import actors_of
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
@@ -148,22 +149,72 @@ def broken_off(loader):
 @pytest.mark.parametrize(
     "epoch", [broken_off, *(pytest.param(epoch, marks=pytest.mark.full) for epoch in (list, interrupted))]
 )
-def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(epoch, nodes, monkeypatch):
+def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(epoch, nodes, caplog):
     """Their loader lives, and the program waits for the task."""
-    monkeypatch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 0.5)
+    caplog.set_level(logging.INFO, "rayloader")
     loader = load(1, length=40)
     epoch(loader)
     task = ray.remote(resources={"here": 0.1})(origin).remote()  # where the worker has the only CPU
     assert ray.get(task, timeout=START_LIMIT)[0] == nodes.here
+    text = (
+        "1 idle worker processes end, because they hold what something else in the Ray cluster waits for: CPU 1, here"
+    )
+    assert [text in message for message in caplog.messages].count(True) == 1
     assert len(list(loader)) == 40
 
 
-def test_workers_of_a_live_iterator_and_those_that_hold_no_cpu_are_kept(grace_ends):
-    persistent, sharing = load(1, persistent_workers=True), load(1, ray_remote_args={"num_cpus": 0})
-    seen = [set(loader) for loader in (persistent, sharing)]
-    grace_ends()
-    get_pool().wait()
-    assert [set(loader) for loader in (persistent, sharing)] == seen
+@contextlib.contextmanager
+def a_task(_):
+    yield ray.remote(num_cpus=0, resources={"spare": 1})(origin).remote()
+
+
+@contextlib.contextmanager
+def a_placement_group(_):
+    group = ray.util.placement_group([{"spare": 1}] * 2, strategy="STRICT_PACK")
+    yield group.ready()
+    ray.util.remove_placement_group(group)
+
+
+@contextlib.contextmanager
+def an_actor_of_one_node(nodes):
+    """As another program's workers are: Ray does not report what they wait for."""
+    on = NodeAffinitySchedulingStrategy(nodes.away, soft=False)
+    actor = Trainer.options(num_cpus=0, resources={"spare": 1}, scheduling_strategy=on).remote()
+    yield actor.is_here.remote()
+    ray.kill(actor)
+
+
+@ray.remote
+class Trainer:
+    def is_here(self):
+        return True
+
+
+@pytest.mark.parametrize("waiting", [a_task, a_placement_group, an_actor_of_one_node])
+def test_whatever_idle_workers_hold_is_given_up_for_whatever_waits_for_it(waiting, nodes):
+    """Though they hold no CPU."""
+    loader = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
+    before = set(loader)
+    wait_for_free(0, "spare")
+    with waiting(nodes) as got:
+        assert ray.get(got, timeout=START_LIMIT)
+    assert not set(loader) & before
+
+
+@pytest.mark.full
+def test_idle_workers_stay_while_nothing_waits_that_they_make_room_for(nodes):
+    """What there is room for without them, and what there would be none for in spite of their end."""
+    loader = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
+    before = set(loader)
+    hopeless = ray.remote(num_cpus=0, resources={"spare": 3})(origin).remote()
+    looked = get_pool().demand.look
+    looks = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_pool().demand, "look", lambda *args: looks.append(looked(*args)) or looks[-1])
+        ray.get(ray.remote(num_cpus=0, resources={"spare": 1})(origin).remote(), timeout=START_LIMIT)
+        wait_until(lambda: len(looks) >= 3, "the janitor has looked since")
+    ray.cancel(hopeless)
+    assert set(loader) == before
 
 
 @pytest.mark.full
@@ -303,26 +354,30 @@ def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
 
 
 @pytest.mark.full
-def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nodes, monkeypatch):
-    """`iter()` waits until both say where they are; meanwhile the first dies, and the second is on another node."""
+def test_a_worker_whose_node_is_asked_for_dies_and_the_others_go_on(nodes, monkeypatch):
+    """Before it has said where it is, and while the second is still to come."""
     begin = Fleet.begin
 
     def killing(fleet, *arguments):
-        ray.kill(fleet.hosts[0].handle)
-        wait = fleet.wait
-
-        def until_the_first_is_known_to_be_dead(_):  # before the other one has started
-            monkeypatch.setattr(fleet, "wait", wait)
-            return wait_for([fleet.hosts[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
-
-        monkeypatch.setattr(fleet, "wait", until_the_first_is_known_to_be_dead)
         begin(fleet, *arguments)
+        ray.kill(fleet.hosts[0].handle)
+        assert wait_for([fleet.hosts[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
 
     monkeypatch.setattr(Fleet, "begin", killing)
     loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"resources": {"away": 1}})
     batches = list(loader)
     assert [index for index, *_ in batches] == list(range(8))
     assert {node_id for _, node_id, _ in batches} == {nodes.away}
+
+
+def test_the_workers_of_several_iterators_are_asked_for_at_once():
+    """`iter()` does not wait for workers that are yet to start, be there room for them or not."""
+    first = load(2, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
+    second = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
+    iterators = [iter(first), iter(second)]
+    assert [actor.address for iterator in iterators for actor in actors_of(iterator)] == [None] * 3
+    assert len(list(iterators[0])) == 8
+    assert len(list(iterators[1])) == 4, "idle workers of the first have made room"
 
 
 @pytest.mark.full
