@@ -448,7 +448,6 @@ def somewhere(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         stored.append(content)
         return f"object {len(stored)}"
 
-    monkeypatch.setattr(actors_module, "all_see_us", lambda: False)
     monkeypatch.setattr(actors_module.ray, "put", put)
     monkeypatch.setattr(actors_module.session, "node_id", lambda: "here")  # it would start a Ray
     return stored
