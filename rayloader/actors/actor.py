@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import has_process, on_completed, said_of_end
+from rayloader.actors._compat_ray import on_completed, said_of_end
 from rayloader.actors.image import Image
 from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
@@ -130,10 +129,10 @@ class Actor(Process):
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
     hello: Hello  # its address, once it runs
-    had_room: bool  # as many CPUs as it and the actors created with it asked for were free then
+    # Whether the node that it must be on had room for it when it was created; None if Ray tells who has no place.
+    had_room: bool | None
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it
     state: ActorState = ActorState.LENT
-    placed_at: float | None = None  # time.monotonic() when it was first seen to be placed
     stopped: RayAnswer | None = None  # to `stop`
     stop_by: float = math.inf  # time.monotonic(); while it is stopping
     keep_until: float = math.inf  # time.monotonic(); while it is not lent
@@ -179,12 +178,6 @@ class Actor(Process):
         if error is not None and (said := said_of_end(str(error))):
             known.append(f"Ray says: {said}" if known else said)
         return "; ".join(known) or "its process has ended; neither a signal nor an exit code is known"
-
-    @override
-    def is_placed(self) -> bool:
-        if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):
-            self.placed_at = time.monotonic()
-        return self.placed_at is not None
 
     @override
     def has_started(self) -> bool:

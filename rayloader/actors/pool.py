@@ -30,10 +30,11 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import draining_nodes, leave_out_deaths
+from rayloader.actors._compat_ray import leave_out_deaths
 from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
+from rayloader.actors.cluster import Cluster, asks
 from rayloader.actors.lifetimes import Lifetimes
-from rayloader.actors.placement import Draining, Placement
+from rayloader.actors.placement import MOVE_PATIENCE_S, ROOM_PATIENCE_S, Draining, Placement
 from rayloader.actors.process import WorkerProcess
 from rayloader.errors import RaySessionError, add_note
 from rayloader.interrupts import TICK_S, Bell, DaemonThread, new_lock
@@ -42,7 +43,6 @@ from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import ray_use
 from rayloader.workers.connection import NeverStarts
 from rayloader.workers.janitor import Notes, ends_with_program, janitor
-from rayloader.workers.processes import Verdict
 
 # How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
 # finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
@@ -68,13 +68,15 @@ class Pool:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(self.session_alive)
-        self.placement = Placement()
+        self._cluster = Cluster(self.session_alive)
+        self.placement = Placement(self._cluster)
         self._usable = Notes(_Usable)  # by loaders
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
-        self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
+        exports_metrics = session.exports_metrics()  # Ray is asked here, not by the janitor
+        self._metrics = Metrics(lambda: exports_metrics, Counter, Gauge)
         self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
-        self.draining = Draining(functools.partial(draining_nodes, ray))
+        self.draining = Draining(self._cluster.draining)
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
             self._probe = MemoryFile("probe", 1)
@@ -177,18 +179,16 @@ class Pool:
         """Waits until all jobs of the janitor are done. Not for finalizers, nor under a lock."""
         janitor.wait()
 
-    def verdict(self, pending: list[Actor], remote_args: dict[str, Any], *, others: bool) -> Verdict:
-        """What to do about actors that have not started; `others`: some actors of the fleet have."""
+    def check_pending(self, pending: list[Actor], of: int) -> None:
+        """Has idle actors make room for those that have not started; raises WorkerStartError after a while."""
         for actor in self.actors:  # those of other fleets too: where many start at once, each has to wait for its turn
             with contextlib.suppress(RayError, NeverStarts):
                 actor.has_started()
-                actor.is_placed()
-        news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
+        news = [actor.started_at for actor in self.actors if actor.started_at is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
-        verdict = self.placement.verdict(pending, waited, remote_args, others=others)
-        if verdict is Verdict.MAKE_ROOM:
+        self.placement.check(pending, of, waited)
+        if waited > ROOM_PATIENCE_S:
             self.later(self._lifetimes.kill_spare)
-        return verdict
 
     # ---- ends
 
@@ -223,7 +223,7 @@ class Pool:
         here = session.node_id()
         nodes = [actor.address.node_id for actor in self.actors if actor.address is not None]
         elsewhere = collections.Counter(node_id for node_id in nodes if node_id != here)
-        seconds = self.draining.look(elsewhere, self.placement.limit_with_others)
+        seconds = self.draining.look(elsewhere, MOVE_PATIENCE_S)
         for actor in self.actors:
             if self.is_draining(actor):
                 self._lifetimes.kill(actor, if_spare=True)
@@ -233,15 +233,12 @@ class Pool:
         self.later(self.tidy)
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
-        had_room = not self.placement.lacks_cpus(remote_args, count)
-        if not had_room:  # idle actors that these loaders cannot use may hold them
+        options = self.placement.options(remote_args)
+        if not self.placement.has_room(options, count):  # idle actors that these loaders cannot use may hold it
             self.later(functools.partial(self._lifetimes.kill_spare, but=key))
-        staying = [actor for actor in self.actors if not self.is_draining(actor)]
-        living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
-        options = self.placement.options(remote_args, count, count + living)
-        where = self.placement.where(options)
+        places = self.placement.where(options, count, sum(actor.started_at is None for actor in self.actors))
         try:
-            actors = [self._make(lease, key, options, where, had_room=had_room) for _ in range(count)]
+            actors = [self._make(lease, key, options, *place) for place in places]
         except Exception as error:  # whatever Ray says of the user's options
             add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
             raise
@@ -250,7 +247,7 @@ class Pool:
         return actors
 
     def _make(
-        self, lease: Lease | None, key: bytes, options: dict[str, Any], where: dict[str, Any], *, had_room: bool
+        self, lease: Lease | None, key: bytes, options: dict[str, Any], where: dict[str, Any], had_room: bool | None
     ) -> Actor:
         label = lease.name if lease is not None and lease.name else "worker"
         # Ray shows the name. It stays the actor's when another loader has it.
@@ -337,6 +334,7 @@ def shutdown() -> None:
             _pool.shutdown()
             _pool = None
         janitor.end()
+        asks.end()
         session.end()
 
 
