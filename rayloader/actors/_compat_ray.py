@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import logging
 import operator
 import os
@@ -24,7 +25,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rayloader.actors.room import ClusterState, Node, Waiting, Want, add
 from rayloader.errors import TESTED
 
 # Ray's loggers that report at its start what is of no interest for a Ray of one program.
@@ -38,15 +38,14 @@ logger = logging.getLogger("rayloader")
 
 _ASKED_OFTEN = "each batch asks Ray's public functions which cluster this is, which takes longer"
 _NOT_SEEN = (
-    "workers count as without a place in the cluster until they run: if that takes longer than a minute, raise "
-    "RAYLOADER_START_TIMEOUT (seconds)"
+    "workers count as without a place in the cluster until they run, and nodes that an autoscaler starts are not seen: "
+    "if that takes longer than a minute, raise RAYLOADER_START_TIMEOUT (seconds)"
 )
 _OWN_WORKERS = (
     "new worker processes start slowly: each imports everything itself, and hashes strings in its own way; "
     "and how one has ended is known from Ray alone"
 )
 _LATE_AGENTS = "on a busy machine a Ray that is started here may end before its agents run"
-_NO_DEMAND = "idle workers keep what they hold for a minute, whatever else in the cluster waits for it"
 _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
 # What it costs that a version of Ray lacks a name; "" if nothing, because the versions without it do not need it. Names
 # are paths from the module: of an attribute, of an argument of a function, in parentheses, or of a file. Where modules
@@ -57,15 +56,12 @@ COSTS = {
     "_private.worker.global_worker.connected": _ASKED_OFTEN,
     "_private.worker.global_worker.node": _ASKED_OFTEN,
     "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
-    "_private.state.actors": _NOT_SEEN,
-    "actor.ActorHandle._actor_id": _NOT_SEEN,
+    "_private.worker.global_worker.gcs_client": "",  # there is none before the first connection
+    "_raylet.InnerGcsClient.get_cluster_status": _NOT_SEEN,
+    "_raylet.InnerGcsClient.internal_kv_get": _NOT_SEEN,
+    "core.generated.autoscaler_pb2.GetClusterStatusReply": _NOT_SEEN,
+    "_private.ray_constants.DEBUG_AUTOSCALING_STATUS": "nodes that an autoscaler of version 1 starts are not seen",
     "_private.state.state.get_draining_nodes": "workers on a node that will leave are replaced only when it has left",
-    "_private.state.state.get_max_resources_from_cluster_config": (
-        "no cluster counts as one that can add nodes: workers share CPUs, or wait a minute for a place; set "
-        "ray_remote_args={'num_cpus': 1}, and RAYLOADER_START_TIMEOUT (seconds)"
-    ),
-    "_private.node.Node.get_gcs_client": _NO_DEMAND,
-    "_private.state.state._connect_and_get_accessor": _NO_DEMAND,
     "_private.worker.print_to_stdstream": "Ray prints a line for each worker process that dies",
     "_private.worker._changeproctitle": "`ps` and `top` do not show which loader a worker process works for",
     "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
@@ -212,12 +208,6 @@ def session_name_of(ray: ModuleType, connection: Any) -> str:
     return str(ray.get_runtime_context().get_session_name() if name is None else name)
 
 
-def has_process(ray: ModuleType, actor: Any) -> bool:
-    """Whether Ray is known to have found a place for an actor and a process there, which need not run the actor yet."""
-    ask, actor_id = _found(ray, "_private.state.actors"), _member(actor, "actor.ActorHandle._actor_id")
-    return ask is not None and actor_id is not None and bool(ask(actor_id.hex()).get("Pid"))
-
-
 def said_of_end(text: str) -> str:
     """What Ray says of the end of an actor: without the actor's fields and advice; "" if it has only seen the end."""
     lines = [line.strip() for line in text.splitlines() if not line.startswith("\t")]
@@ -251,10 +241,31 @@ def set_process_title(ray: ModuleType, title: str) -> None:
             pass
 
 
-def may_autoscale(ray: ModuleType) -> bool:
-    """Whether the cluster that Ray is connected to is known to have an autoscaler."""
-    most = _found(ray, "_private.state.state.get_max_resources_from_cluster_config")
-    return most is not None and most() is not None
+def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]] | None:
+    """What Ray's GCS knows of the cluster, and the autoscaler of either version of itself; None if it cannot be asked.
+
+    Args:
+        ray: the module.
+        timeout: how long to wait for each of two answers, in seconds.
+
+    Returns:
+        A `GetClusterStatusReply`: the state of each node, the demand that has no place, and what the autoscaler of
+        version 2 does. And the report of that of version 1, which is empty if there is none.
+
+    Raises:
+        RpcError: the GCS has not answered.
+    """
+    client = _found(ray, "_private.worker.global_worker.gcs_client")
+    reply_of = _found(ray, "core.generated.autoscaler_pb2.GetClusterStatusReply")
+    ask = _member(client, "_raylet.InnerGcsClient.get_cluster_status")
+    look_up = _member(client, "_raylet.InnerGcsClient.internal_kv_get")
+    if reply_of is None or ask is None or look_up is None:
+        return None
+    reply = reply_of()
+    reply.ParseFromString(ask(timeout_s=timeout))
+    key = _found(ray, "_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
+    report = None if key is None else look_up(key.encode(), None, timeout=timeout)
+    return reply, json.loads(report) if report else {}
 
 
 def draining_nodes(ray: ModuleType) -> dict[str, int]:
@@ -262,56 +273,6 @@ def draining_nodes(ray: ModuleType) -> dict[str, int]:
     ask = _found(ray, "_private.state.state.get_draining_nodes")
     nodes: dict[str, int] = {} if ask is None else ask()
     return nodes
-
-
-def cluster_state(ray: ModuleType, timeout: float) -> ClusterState | None:
-    """What is free, and what waits; None if this version of Ray does not tell.
-
-    Raises:
-        Exception: Ray has not answered within so many seconds.
-    """
-    node = _found(ray, "_private.worker.global_worker.node")
-    client = _member(node, "_private.node.Node.get_gcs_client")
-    accessor = _found(ray, "_private.state.state._connect_and_get_accessor")
-    if client is None or accessor is None:
-        return None
-    messages: Any = importlib.import_module("ray.core.generated.autoscaler_pb2")
-    statuses, is_in = messages.NodeStatus, importlib.import_module("ray.core.generated.common_pb2").LABEL_OPERATOR_IN
-    actor_data = importlib.import_module("ray.core.generated.gcs_pb2").ActorTableData
-
-    def want(request: Any) -> Want:
-        labels = [selector.label_constraints for selector in request.label_selectors]
-        alternatives = [
-            [(one.label_key, frozenset(one.label_values), one.operator == is_in) for one in all_of] for all_of in labels
-        ]
-        return Want(dict(request.resources_bundle), alternatives)
-
-    answer = client().get_cluster_resource_state(timeout_s=timeout)
-    state = messages.GetClusterResourceStateReply.FromString(answer).cluster_resource_state
-    nodes = {
-        one.node_id.hex(): Node(dict(one.available_resources), dict(one.labels))
-        for one in state.node_states
-        if one.status in (statuses.RUNNING, statuses.IDLE)
-    }
-    waiting = [Waiting([want(one.request)], one.count) for one in state.pending_resource_requests]
-    for gang in state.pending_gang_resource_requests:
-        wants = [want(request) for request in gang.requests]
-        if any(place.HasField("affinity") for request in gang.requests for place in request.placement_constraints):
-            together: dict[str, float] = {}  # on one node
-            for one in wants:
-                add(together, one.amounts, 1)
-            wants = [Want(together)]
-        if wants:
-            waiting.append(Waiting(wants))
-    actors = [actor_data.FromString(one) for one in accessor().get_actor_table(None, "PENDING_CREATION")]
-    wanted = {actor.actor_id.hex(): dict(actor.required_resources) for actor in actors if not actor.pid}
-    return ClusterState(nodes, waiting, wanted)
-
-
-def actor_id_of(actor: Any) -> str:
-    """What Ray calls an actor."""
-    actor_id = _member(actor, "actor.ActorHandle._actor_id")
-    return "" if actor_id is None else str(actor_id.hex())
 
 
 def node_first(ray: ModuleType, node_id: str) -> Any:

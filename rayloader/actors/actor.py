@@ -17,20 +17,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import actor_id_of, has_process, on_completed, said_of_end
+from rayloader.actors._compat_ray import on_completed, said_of_end
 from rayloader.actors.image import Image
+from rayloader.actors.room import demand
 from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
 from rayloader.protocol import WorkerAddress
 from rayloader.workers.connection import NONE_YET, Channel, Mailbox, NeverStarts, Process, Started
-
-# What Ray takes of a kind of accelerator for each actor that asks for this kind.
-ACCELERATOR_SHARE = 0.001
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 
@@ -131,10 +128,10 @@ class Actor(Process):
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
     hello: Hello  # its address, once it runs
-    had_room: bool  # as many CPUs as it and the actors created with it asked for were free then
+    # Whether the node that it must be on had room for it when it was created; None if Ray tells who has no place.
+    had_room: bool | None
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it
     state: ActorState = ActorState.LENT
-    placed_at: float | None = None  # time.monotonic() when it was first seen to be placed
     stopped: RayAnswer | None = None  # to `stop`
     was_busy: bool = False  # when it was told to stop: user code may go on with what nobody wants any more
     stop_by: float = math.inf  # time.monotonic(): when it is killed if it is to end and has not answered
@@ -154,30 +151,14 @@ class Actor(Process):
         return self.stopped is not None and self.stopped.value is NONE_YET
 
     @property
-    def actor_id(self) -> str:
-        """Ray's name for it."""
-        return actor_id_of(self.handle)
-
-    @property
     def node_id(self) -> str:
         """Where it runs; "" if that is not known yet."""
         return "" if self.address is None else self.address.node_id
 
     @property
     def holds(self) -> dict[str, float]:
-        """What it takes from others as long as it lives, idle or not: amounts by Ray's names of resources."""
-        options = self.options
-        amounts = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
-        amounts.update(options.get("resources") or {})
-        if options.get("accelerator_type"):
-            amounts[f"accelerator_type:{options['accelerator_type']}"] = ACCELERATOR_SHARE
-        held = {name: float(amount) for name, amount in amounts.items() if amount}
-        strategy = options.get("scheduling_strategy")
-        if (group := getattr(strategy, "placement_group", None)) is None:
-            return held
-        index = getattr(strategy, "placement_group_bundle_index", -1)
-        parts = [f"group_{group.id.hex()}", *([f"group_{index}_{group.id.hex()}"] if index >= 0 else [])]
-        return {f"{name}_{part}": amount for name, amount in held.items() for part in parts}
+        """What it takes from others as long as it runs, idle or not, by Ray's names; nothing before."""
+        return {} if self.address is None else demand(self.options)
 
     @property
     def is_near(self) -> bool:
@@ -195,12 +176,6 @@ class Actor(Process):
         if error is not None and (said := said_of_end(str(error))):
             known.append(f"Ray says: {said}" if known else said)
         return "; ".join(known) or "its process has ended; neither a signal nor an exit code is known"
-
-    @override
-    def is_placed(self) -> bool:
-        if self.placed_at is None and (self.address is not None or has_process(ray, self.handle)):
-            self.placed_at = time.monotonic()
-        return self.placed_at is not None
 
     @override
     def has_started(self) -> bool:

@@ -29,7 +29,7 @@ from rayloader.options import Options
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
 from rayloader.workers.connection import Channel, Mailbox
-from rayloader.workers.processes import Processes, Verdict
+from rayloader.workers.processes import Processes
 
 logger = logging.getLogger("rayloader")
 
@@ -211,20 +211,15 @@ class Actors(Processes):
         node_id, draining = process.address.node_id, self._pool.draining
         if not draining.is_late(node_id, at_last=False):
             return False
-        has_room = bool(coming) and all(new.is_placed() for new in coming)  # then Ray is not asked again
+        has_room = bool(coming) and not self._pool.placement.lacking(coming)
         return not has_room or draining.is_late(node_id, at_last=True)
 
     @override
-    def verdict(self, pending: list[Actor], of: int, *, others: bool) -> Verdict:
+    def check_pending(self, pending: list[Actor], of: int) -> None:
+        self._pool.check_pending(pending, of)
         if time.monotonic() >= self._notice_at:
             self._notice_at = math.inf
             self._pool.placement.tell(pending, of)
-        verdict = self._pool.verdict(pending, self._remote_args, others=others)
-        if verdict is Verdict.GIVE_UP:
-            if not others:
-                raise self._pool.placement.error(pending, of)
-            self._pool.placement.gave_up(pending, of)
-        return verdict
 
 
 def _far_location(actor: Actor) -> tuple[str, str] | None:

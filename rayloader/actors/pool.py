@@ -28,11 +28,12 @@ from ray.exceptions import RayError
 from ray.util.metrics import Counter, Gauge
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import cluster_state, draining_nodes, leave_out_deaths
+from rayloader.actors._compat_ray import leave_out_deaths
 from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.actors.demand import ASK_TIMEOUT_S, Demand
+from rayloader.actors.cluster import INTERVAL_S, Cluster, asks
+from rayloader.actors.demand import Demand
 from rayloader.actors.lifetimes import Lifetimes
-from rayloader.actors.placement import Draining, Placement
+from rayloader.actors.placement import MOVE_PATIENCE_S, Draining, Placement
 from rayloader.actors.process import WorkerProcess
 from rayloader.errors import RaySessionError, add_note
 from rayloader.interrupts import TICK_S, Bell, DaemonThread, new_lock
@@ -41,7 +42,6 @@ from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import ray_use
 from rayloader.workers.connection import NeverStarts
 from rayloader.workers.janitor import ends_with_program, janitor
-from rayloader.workers.processes import Verdict
 
 _remote_worker: Any = ray.remote(WorkerProcess)
 leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
@@ -54,13 +54,15 @@ class Pool:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(self.session_alive)
-        self.placement = Placement()
+        self._cluster = Cluster(self.session_alive, heard=self._tidy_soon)
+        self.placement = Placement(self._cluster)
+        self._demand = Demand()
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
-        self._metrics = Metrics(session.exports_metrics, Counter, Gauge)
+        exports_metrics = session.exports_metrics()  # Ray is asked here, not by the janitor
+        self._metrics = Metrics(lambda: exports_metrics, Counter, Gauge)
         self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
-        self.draining = Draining(functools.partial(draining_nodes, ray))
-        self.demand = Demand(functools.partial(cluster_state, ray, ASK_TIMEOUT_S))
+        self.draining = Draining(self._cluster.draining)
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
             self._probe = MemoryFile("probe", 1)
@@ -91,7 +93,7 @@ class Pool:
         self.wait()  # after this, actors that finalizers have left are warm
         if self._metrics.watch(loader):
             self.later(self.tidy)
-        return Lease(self._tidy_later, name)
+        return Lease(self._tidy_soon, name)
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
@@ -163,15 +165,14 @@ class Pool:
         """Waits until all jobs of the janitor are done. Not for finalizers, nor under a lock."""
         janitor.wait()
 
-    def verdict(self, pending: list[Actor], remote_args: dict[str, Any], *, others: bool) -> Verdict:
-        """What to do about actors that have not started; `others`: some actors of the fleet have."""
+    def check_pending(self, pending: list[Actor], of: int) -> None:
+        """Raises WorkerStartError if these actors have not started for too long."""
         for actor in self.actors:  # those of other fleets too: where many start at once, each has to wait for its turn
             with contextlib.suppress(RayError, NeverStarts):
                 actor.has_started()
-                actor.is_placed()
-        news = [moment for actor in self.actors for moment in (actor.placed_at, actor.started_at) if moment is not None]
+        news = [actor.started_at for actor in self.actors if actor.started_at is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
-        return self.placement.verdict(pending, waited, remote_args, others=others)
+        self.placement.check(pending, of, waited)
 
     # ---- ends
 
@@ -204,44 +205,43 @@ class Pool:
         here = session.node_id()
         nodes = [actor.address.node_id for actor in self.actors if actor.address is not None]
         elsewhere = collections.Counter(node_id for node_id in nodes if node_id != here)
-        seconds = self.draining.look(elsewhere, self.placement.limit_with_others)
+        seconds = self.draining.look(elsewhere, MOVE_PATIENCE_S)
         for actor in self.actors:
             if self.is_draining(actor):
                 self._lifetimes.kill(actor, if_spare=True)
         return seconds
 
     def _look_for_demand(self) -> float | None:
-        """Calls `Demand.look`, and ends what is in the way."""
-        idle = [actor for actor in self.actors if actor.state is ActorState.IDLE and not actor.ends]
-        pending = [actor for actor in self.actors if actor.state is ActorState.LENT and actor.address is None]
-        ending, seconds = self.demand.look(idle, pending)
-        for actor in ending:
-            self._lifetimes.end_idle(actor)
-        return seconds
+        """Ends idle actors that are in the way of what else waits for room, which Ray is asked while there are any."""
+        actors = self.actors
+        idle = [actor for actor in actors if actor.state is ActorState.IDLE and not actor.ends and actor.holds]
+        if not idle:
+            return None
+        if (status := self._cluster.look()) is not None:
+            pending = [actor for actor in actors if actor.state is ActorState.LENT and actor.address is None]
+            for actor in self._demand.in_the_way(status, idle, pending):
+                self._lifetimes.end_idle(actor)
+        return INTERVAL_S
 
-    def _tidy_later(self, _: object) -> None:
+    def _tidy_soon(self, _: object = None) -> None:
         self.later(self.tidy)
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
         if not count:
             return []
-        had_room = not self.placement.lacks_cpus(remote_args, count)
-        staying = [actor for actor in self.actors if not self.is_draining(actor)]
-        living = sum(actor.state is ActorState.LENT or actor.key == key for actor in staying)
-        options = self.placement.options(remote_args, count, count + living)
-        where = self.placement.where(options)
+        options = self.placement.options(remote_args)
+        places = self.placement.where(options, count, sum(actor.started_at is None for actor in self.actors))
         try:
-            actors = [self._make(lease, key, options, where, had_room=had_room) for _ in range(count)]
+            actors = [self._make(lease, key, options, *place) for place in places]
         except Exception as error:  # whatever Ray says of the user's options
             add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
             raise
         if self.closed:
             raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")
-        self.later(self.demand.hurry)
         return actors
 
     def _make(
-        self, lease: Lease | None, key: bytes, options: dict[str, Any], where: dict[str, Any], *, had_room: bool
+        self, lease: Lease | None, key: bytes, options: dict[str, Any], where: dict[str, Any], had_room: bool | None
     ) -> Actor:
         label = lease.name if lease is not None and lease.name else "worker"
         # Ray shows the name. It stays the actor's when another loader has it.
@@ -328,6 +328,7 @@ def shutdown() -> None:
             _pool.shutdown()
             _pool = None
         janitor.end()
+        asks.end()
         session.end()
 
 

@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayloader.errors import add_note, own_notes
+from rayloader.errors import add_note
 from rayloader.protocol import Replica, carried
 from rayloader.random.generators import RECORDED
 from rayloader.transport import codec, unpicklable
@@ -64,11 +64,6 @@ def encode_replica(replica: Replica, mappings: Mappings) -> codec.Encoded:
     if encoded.copied is not None:
         _warn_of_copy(*encoded.copied)
     return encoded
-
-
-def in_short(error: Exception) -> str:
-    """An error of `encode_replica`: its note, if it has one."""
-    return "; ".join(own_notes(error)) or f"{type(error).__name__}: {error}"
 
 
 def _explained(replica: Replica) -> str | None:

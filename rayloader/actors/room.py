@@ -1,144 +1,156 @@
-"""Which idle processes must end so that something else in the cluster has room.
+"""What an actor asks for, and what of that the nodes of a cluster have: in Ray's names, and in words.
 
-Promise: pure; standard library only.
+Promise: pure functions of the actor's options and of what Ray has said of the cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
 
-ROUNDING = 1e-6  # Ray counts in units of 1e-4
+from rayloader.actors.cluster import ClusterStatus, Node
 
-Amounts = Mapping[str, float]  # by Ray's names of resources
-Label = tuple[str, frozenset[str], bool]  # key, values, and whether the node's value is to be one of them
-
-
-class Node(NamedTuple):
-    """What a node has free, and its labels."""
-
-    free: Amounts
-    labels: Mapping[str, str]
+_GIB = 1 << 30
 
 
-class Want(NamedTuple):
-    """What is to have room on one node.
+def in_words(status: ClusterStatus | None, options: Mapping[str, Any]) -> str:
+    """What each actor with these options asks for, and what keeps it from each node."""
+    asked = f"each asks for {_asked(options)}"
+    if status is None:
+        return f"{asked}; Ray's GCS does not answer"
+    if not status.nodes:
+        return f"{asked}; Ray has no live node, and its log says why"
+    nodes = [f"{_whose(nodes)} {text}" for text, nodes in _shortages(status, options).items()]
+    coming = [f"an autoscaler is starting {status.coming} more"] if status.coming else []
+    return f"{asked}; {', '.join([*nodes, *coming])}"
 
-    Attributes:
-        amounts: what it asks for.
-        labels: alternatives, each a list of what the node's labels must be; none: any node will do.
-        node_id: of the only node that will do, if there is one.
-    """
 
-    amounts: Amounts
-    labels: Sequence[Sequence[Label]] = ()
-    node_id: str | None = None
+def remedies(status: ClusterStatus | None, options: Mapping[str, Any]) -> list[str]:
+    """What may help actors with these options."""
+    if status is None or not status.nodes:
+        return ["call ray.shutdown(), after which iter() joins or starts another Ray"]
+    needs, found = demand(options), []
+    enough = [node for node in status.nodes if not _short(node.total, needs)]
+    if not enough:
+        found.append("ask in ray_remote_args for no more than a node has")
+    elif busy := {_plain(name) for node in enough for name in _short(node.free, needs)}:
+        found.append(f"lower num_workers, or end what holds {', '.join(sorted(busy))}")
+    if options.get("label_selector") or options.get("scheduling_strategy"):
+        found.append("name other nodes in ray_remote_args")
+    if options.get("num_cpus"):
+        found.append('have the workers share CPUs with ray_remote_args={"num_cpus": 0}')
+    return found or ["lower num_workers"]
 
-    def may_be_on(self, node_id: str, node: Node) -> bool:
-        """Whether a node would do, if it had room."""
-        if self.node_id is not None:
-            return node_id == self.node_id
-        return not self.labels or any(
-            all((node.labels.get(key) in values) is wanted for key, values, wanted in alternative)
-            for alternative in self.labels
+
+def demand(options: Mapping[str, Any]) -> dict[str, float]:
+    """What an actor with these options asks for, by the names that Ray gives to resources on nodes."""
+    needs = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
+    needs |= options.get("resources") or {}
+    if options.get("accelerator_type"):
+        needs[f"accelerator_type:{options['accelerator_type']}"] = 0.001
+    amounts = {name: float(amount) for name, amount in needs.items() if amount}
+    group = getattr(options.get("scheduling_strategy"), "placement_group", None)
+    if group is None:
+        return amounts
+    index = options["scheduling_strategy"].placement_group_bundle_index
+    ends = ["", *([f"{index}_"] if index >= 0 else [])]
+    return {f"{name}_group_{end}{group.id.hex()}": amount for name, amount in amounts.items() for end in ends}
+
+
+def _plain(name: str) -> str:
+    """A resource's name without that of a placement group."""
+    return name.partition("_group_")[0]
+
+
+def is_like(one: Mapping[str, float], needs: Mapping[str, float]) -> bool:
+    """Whether Ray's account of a demand is that of actors that need this."""
+    amounts = {name: amount for name, amount in one.items() if not name.startswith("bundle_group_")}
+    return amounts.keys() == needs.keys() and all(
+        math.isclose(amounts[name], needs[name], abs_tol=1e-4) for name in needs
+    )
+
+
+def _short(has: Mapping[str, float], needs: Mapping[str, float]) -> list[str]:
+    """The resources of which a node has less than an actor needs."""
+    return [name for name, amount in needs.items() if has.get(name, 0.0) < amount - 1e-4]
+
+
+def most(node: Node, needs: Mapping[str, float]) -> float:
+    """For how many actors a node has room now."""
+    return min(
+        (math.floor(node.free.get(name, 0.0) / amount + 1e-4) for name, amount in needs.items()), default=math.inf
+    )
+
+
+def _shortages(status: ClusterStatus, options: Mapping[str, Any]) -> dict[str, list[Node]]:
+    """The nodes, by what keeps actors with these options from them, in words."""
+    nodes: defaultdict[str, list[Node]] = defaultdict(list)
+    for node in status.nodes:
+        nodes[_shortage(node, options)].append(node)
+    return {
+        text.format(**({"has": "has", "is": "is"} if len(those) == 1 else {"has": "have", "is": "are"})): those
+        for text, those in nodes.items()
+    }
+
+
+def _shortage(node: Node, options: Mapping[str, Any]) -> str:
+    needs, strategy = demand(options), options.get("scheduling_strategy")
+    if getattr(strategy, "node_id", node.node_id) != node.node_id and not getattr(strategy, "soft", False):
+        return "{is} another"
+    if not _matches(node.labels, options.get("label_selector") or {}):
+        return "{has} other labels"
+    if never := _short(node.total, needs):
+        return "{has} " + " and ".join(f"{_amount(name, node.total.get(name, 0.0))} in all" for name in never)
+    if busy := _short(node.free, needs):
+        return "{has} " + " and ".join(
+            f"{_amount(name, node.free.get(name, 0.0))} free of {_number(name, node.total[name])}" for name in busy
         )
+    return "{has} room, if the scheduling_strategy allows it" if strategy not in (None, "DEFAULT") else "{has} room now"
 
 
-class Waiting(NamedTuple):
-    """So many times, all of this together waits for room: a task, an actor, or the bundles of a placement group."""
-
-    wants: Sequence[Want]
-    times: int = 1
-
-    def __str__(self) -> str:
-        return " and ".join(
-            ", ".join(f"{name} {amount:g}" for name, amount in sorted(want.amounts.items())) for want in self.wants
-        )
+def _matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node with these labels is one that Ray's `label_selector` selects."""
+    for key, text in selector.items():
+        wanted = text.removeprefix("!")
+        values = wanted[3:-1].split(",") if wanted.startswith("in(") else [wanted]
+        if (labels.get(key) in [value.strip() for value in values]) == text.startswith("!"):
+            return False
+    return True
 
 
-class ClusterState(NamedTuple):
-    """What Ray says of the cluster.
-
-    Attributes:
-        nodes: by id.
-        waiting: what Ray reports.
-        actors: what each actor without a process asks for, by id.
-    """
-
-    nodes: Mapping[str, Node]
-    waiting: Sequence[Waiting]
-    actors: Mapping[str, Amounts]
+def _whose(nodes: list[Node]) -> str:
+    return f"node {nodes[0].ip}" if len(nodes) == 1 else f"{len(nodes)} nodes"
 
 
-class Idle(Protocol):
-    """An idle process, as far as it is looked at."""
-
-    @property
-    def holds(self) -> Amounts:
-        """What it takes from others until it ends."""
-
-    @property
-    def node_id(self) -> str:
-        """Where it is."""
+def _amount(name: str, amount: float) -> str:
+    return f"{_plain(name)} {_number(name, amount)}{' in the placement group' if _plain(name) != name else ''}"
 
 
-_Idle = TypeVar("_Idle", bound=Idle)
+def _number(name: str, amount: float) -> str:
+    return f"{amount / _GIB:.3g} GiB" if _plain(name) == "memory" else f"{amount:g}"
 
 
-def in_the_way(
-    idle: Sequence[_Idle], nodes: Mapping[str, Node], waiting: Sequence[Waiting]
-) -> list[tuple[_Idle, Waiting]]:
-    """The processes that must end so that what waits has room, each with what needs it.
-
-    A process is none of them if what waits has room without its end, or has none in spite of it.
-    """
-    free = {node_id: dict(node.free) for node_id, node in nodes.items()}
-    ending: list[tuple[_Idle, Waiting]] = []
-    left = list(idle)
-    for one in waiting:
-        for _ in range(one.times if left else 0):
-            tried = dict(free)
-            leaving: list[_Idle] = []
-            if not all(_place(want, nodes, tried, left, leaving) for want in one.wants):
-                break  # nor would there be room for another one of these
-            free, left = tried, [process for process in left if process not in leaving]
-            ending += [(process, one) for process in leaving]
-    return ending
+def _asked(options: Mapping[str, Any]) -> str:
+    """What an actor with these options asks for."""
+    words = []
+    for name, amount in demand({**options, "scheduling_strategy": None, "accelerator_type": None}).items():
+        words.append(_amount(name, amount))
+    words += [f"{name} {options[name]}" for name in ("accelerator_type", "label_selector") if options.get(name)]
+    strategy = options.get("scheduling_strategy")
+    if strategy not in (None, "DEFAULT"):
+        words.append(f"scheduling_strategy {_strategy_in_words(strategy)}")
+    return ", ".join(words) or "no resources"
 
 
-def _place(
-    want: Want,
-    nodes: Mapping[str, Node],
-    free: dict[str, dict[str, float]],
-    idle: Sequence[_Idle],
-    leaving: list[_Idle],
-) -> bool:
-    """Takes what is wanted from what is free; if needed, more idle processes leave. Returns whether there is room."""
-    fitting = [node_id for node_id, node in nodes.items() if want.may_be_on(node_id, node)]
-    for may_leave in (False, True):
-        for node_id in fitting:
-            room, more = dict(free[node_id]), []
-            for process in idle if may_leave else ():
-                if fits(want.amounts, room):
-                    break
-                is_there = process.node_id == node_id and process not in leaving
-                if is_there and any(room.get(name, 0) < want.amounts.get(name, 0) - ROUNDING for name in process.holds):
-                    more.append(process)
-                    add(room, process.holds, 1)
-            if fits(want.amounts, room):
-                add(room, want.amounts, -1)
-                free[node_id] = room
-                leaving += more
-                return True
-    return False
-
-
-def fits(amounts: Amounts, free: Amounts) -> bool:
-    """Whether so much is free."""
-    return all(free.get(name, 0) >= amount - ROUNDING for name, amount in amounts.items())
-
-
-def add(free: dict[str, float], amounts: Amounts, sign: int) -> None:
-    """Makes that much more free, or less."""
-    for name, amount in amounts.items():
-        free[name] = free.get(name, 0) + sign * amount
+def _strategy_in_words(strategy: Any) -> str:
+    """A strategy by what it names: Ray's own texts of them are addresses in memory."""
+    if isinstance(strategy, str):
+        return strategy
+    if (group := getattr(strategy, "placement_group", None)) is not None:
+        index = strategy.placement_group_bundle_index
+        return f"placement group {group.id.hex()}" + (f", bundle {index}" if index >= 0 else "")
+    if hasattr(strategy, "node_id"):
+        return f"node {strategy.node_id}"
+    return type(strategy).__name__

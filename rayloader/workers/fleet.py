@@ -23,7 +23,7 @@ from rayloader.resume.journal import Journal, Resumed
 from rayloader.task import Task
 from rayloader.workers.connection import Mailbox, Message, NeverStarts, Process, ProcessLost, Started
 from rayloader.workers.janitor import janitor
-from rayloader.workers.processes import Processes, Verdict
+from rayloader.workers.processes import Processes
 
 if TYPE_CHECKING:
     from rayloader.gpu.device import Accelerator
@@ -441,38 +441,16 @@ class Fleet:
     def _hosts_of_workers(self) -> list[Any]:
         return list(dict.fromkeys(worker.host for worker in self.workers))
 
-    def check_started(self) -> list[Worker]:
-        """Notes which processes run by now, and makes sure that no worker waits for a process for too long.
-
-        Returns:
-            Workers that move to another process because theirs found no place; they are away now.
+    def check_started(self) -> None:
+        """Notes which processes run by now, and makes sure that no worker waits for one for too long.
 
         Raises:
-            WorkerStartError: none has found a place.
+            WorkerStartError: one has found no place, or does not start there.
             ProcessLost: one could not be started.
         """
         self.check_session()
-        pending = self._note_starts()
-        if not pending:
-            return []
-        hosts = [process for process in self.hosts if process not in pending and not process.lost]
-        match self.processes.verdict(pending, len(self.hosts), others=bool(hosts)):
-            case Verdict.SHARE_CPUS:
-                pending = [process for process in pending if not process.is_placed()]
-                hosts = self._lend(len(pending))
-            case Verdict.GIVE_UP:
-                for process in pending:  # they come when there is room: on a new node, or after other work
-                    if own := self._own_of(process):
-                        self.mailbox.remove(process)
-                        self._coming[process] = own, 0
-                    else:
-                        self._end(process)
-                return self._move(pending, hosts)
-            case _:
-                return []
-        for process in pending:
-            self._end(process)
-        return self._move(pending, hosts)
+        if pending := self._note_starts():
+            self.processes.check_pending(pending, len(self.hosts))
 
     def _note_starts(self) -> list[Any]:
         """Notes which processes run by now; returns those that do not.

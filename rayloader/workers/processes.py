@@ -7,19 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 from rayloader.errors import RaySessionError
 from rayloader.workers.connection import Channel, Mailbox
-
-
-class Verdict(Enum):
-    """What a fleet does about processes that have not started."""
-
-    WAIT = "wait"
-    SHARE_CPUS = "ask for actors that need no CPU"
-    GIVE_UP = "continue without them"
 
 
 class Processes(ABC):
@@ -92,15 +83,13 @@ class Processes(ABC):
     def refused(self, process: Any, reason: str) -> None:  # noqa: B027
         """A process cannot be reached over a line."""
 
-    def verdict(self, pending: list[Any], of: int, *, others: bool) -> Verdict:
-        """What to do about processes that have not started, which the log is told.
+    def check_pending(self, pending: list[Any], of: int) -> None:  # noqa: B027
+        """Looks at processes that have not started, and tells the log.
 
         Args:
             pending: these processes.
             of: how many the fleet has.
-            others: some of the fleet have started.
 
         Raises:
-            WorkerStartError: they have found no place, or do not start there, and there are no others.
+            WorkerStartError: they have found no place for long, or do not start there.
         """
-        return Verdict.WAIT

@@ -1,23 +1,17 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
-import contextlib
-import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayloader.actors.placement
-from inside import actors_of
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
+from multinode_waiting import START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
-from rayloader.actors.actor import Lease, wait_for
+from rayloader.actors.actor import Lease
 from rayloader.actors.pool import get_pool
-from rayloader.workers.connection import NONE_YET
-from rayloader.workers.fleet import Fleet
 from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.multinode
@@ -52,13 +46,6 @@ def wait_for_free(expected, name="CPU"):
 def short_limit(monkeypatch):
     """For workers that have no place."""
     monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
-
-
-@pytest.fixture
-def room_is_made(monkeypatch):
-    """For workers that get a place, soon; a failure need not take the whole minute."""
-    monkeypatch.setattr(rayloader.actors.placement, "ROOM_PATIENCE_S", 1.0)
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "20")
 
 
 # ---- CPUs
@@ -122,137 +109,11 @@ def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
 
 
 @pytest.mark.full
-def test_training_and_validation_share_warm_workers_which_give_up_their_cpus_when_both_are_idle(grace_ends):
-    training, validation = load(2), load(2)
-    seen = set()
-    for loader in (training, validation, training):
-        seen |= {pid for _, pid in loader}
-    assert len(seen) == 2
-    wait_for_free(1)
-    grace_ends()
-    wait_for_free(CPUS)  # without a further call into the library
-
-
-def interrupted(loader):
-    """Begins an epoch and takes a batch."""
-    with contextlib.suppress(LookupError):
-        for _ in loader:
-            raise LookupError
-
-
-def broken_off(loader):
-    """Begins an epoch and takes a batch."""
-    for _ in loader:
-        break
-
-
-@pytest.mark.parametrize(
-    "epoch", [broken_off, *(pytest.param(epoch, marks=pytest.mark.full) for epoch in (list, interrupted))]
-)
-def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(epoch, nodes, caplog):
-    """Their loader lives, and the program waits for the task."""
-    caplog.set_level(logging.INFO, "rayloader")
-    loader = load(1, length=40)
-    epoch(loader)
-    task = ray.remote(resources={"here": 0.1})(origin).remote()  # where the worker has the only CPU
-    assert ray.get(task, timeout=START_LIMIT)[0] == nodes.here
-    text = (
-        "1 idle worker processes end, because they hold what something else in the Ray cluster waits for: CPU 1, here"
-    )
-    assert [text in message for message in caplog.messages].count(True) == 1
-    assert len(list(loader)) == 40
-
-
-@contextlib.contextmanager
-def a_task(_):
-    yield ray.remote(num_cpus=0, resources={"spare": 1})(origin).remote()
-
-
-@contextlib.contextmanager
-def a_placement_group(_):
-    group = ray.util.placement_group([{"spare": 1}] * 2, strategy="STRICT_PACK")
-    yield group.ready()
-    ray.util.remove_placement_group(group)
-
-
-@contextlib.contextmanager
-def an_actor_of_one_node(nodes):
-    """As another program's workers are: Ray does not report what they wait for."""
-    on = NodeAffinitySchedulingStrategy(nodes.away, soft=False)
-    actor = Trainer.options(num_cpus=0, resources={"spare": 1}, scheduling_strategy=on).remote()
-    yield actor.is_here.remote()
-    ray.kill(actor)
-
-
-@ray.remote
-class Trainer:
-    def is_here(self):
-        return True
-
-
-@pytest.mark.parametrize("waiting", [a_task, a_placement_group, an_actor_of_one_node])
-def test_whatever_idle_workers_hold_is_given_up_for_whatever_waits_for_it(waiting, nodes):
-    """Though they hold no CPU."""
-    loader = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
-    before = set(loader)
-    wait_for_free(0, "spare")
-    with waiting(nodes) as got:
-        assert ray.get(got, timeout=START_LIMIT)
-    assert not set(loader) & before
-
-
-@pytest.mark.full
-def test_idle_workers_stay_while_nothing_waits_that_they_make_room_for(nodes):
-    """What there is room for without them, and what there would be none for in spite of their end."""
-    loader = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
-    before = set(loader)
-    hopeless = ray.remote(num_cpus=0, resources={"spare": 3})(origin).remote()
-    looked = get_pool().demand.look
-    looks = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(get_pool().demand, "look", lambda *args: looks.append(looked(*args)) or looks[-1])
-        ray.get(ray.remote(num_cpus=0, resources={"spare": 1})(origin).remote(), timeout=START_LIMIT)
-        wait_until(lambda: len(looks) >= 3, "the janitor has looked since")
-    ray.cancel(hopeless)
-    assert set(loader) == before
-
-
-@pytest.mark.full
 def test_fractions_of_a_cpu_and_of_a_resource():
     iterator = begin(load(2, ray_remote_args={"num_cpus": 0.25, "resources": {"away": 0.5}}))
     wait_for_free(CPUS - 0.5)
     wait_for_free(4 - 1, "away")
     assert len(list(iterator)) == 6
-
-
-# ---- idle workers make room
-
-
-@pytest.mark.full
-def test_idle_workers_of_other_options_give_up_their_cpus(room_is_made, nodes):
-    idle = load(2)
-    list(idle)
-    wait_for_free(1)
-    assert {node_id for node_id, _ in load(1, ray_remote_args={"num_cpus": 2})} == {nodes.away}
-    assert len(list(idle)) == 8
-
-
-@pytest.mark.full
-def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(room_is_made, nodes):
-    """Cluster-wide one CPU is free all the time, but not there."""
-    idle = load(2, ray_remote_args={"num_cpus": 1, "resources": {"away": 1}})
-    list(idle)
-    wait_for_free(1)
-    there = {"num_cpus": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}
-    assert {node_id for node_id, _ in load(1, ray_remote_args=there)} == {nodes.away}
-
-
-@pytest.mark.full
-def test_idle_workers_give_up_custom_resources(room_is_made, nodes):
-    idle = load(2, ray_remote_args={"num_cpus": 0, "resources": {"away": 2}})
-    list(idle)
-    wait_for_free(0, "away")
-    assert {node_id for node_id, _ in load(1, ray_remote_args={"resources": {"away": 3}})} == {nodes.away}
 
 
 # ---- no room
@@ -351,33 +212,6 @@ def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
         "work is done by the other 1"
     )
     assert [text in record.getMessage() for record in caplog.records] == [True, True]
-
-
-@pytest.mark.full
-def test_a_worker_whose_node_is_asked_for_dies_and_the_others_go_on(nodes, monkeypatch):
-    """Before it has said where it is, and while the second is still to come."""
-    begin = Fleet.begin
-
-    def killing(fleet, *arguments):
-        begin(fleet, *arguments)
-        ray.kill(fleet.hosts[0].handle)
-        assert wait_for([fleet.hosts[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
-
-    monkeypatch.setattr(Fleet, "begin", killing)
-    loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"resources": {"away": 1}})
-    batches = list(loader)
-    assert [index for index, *_ in batches] == list(range(8))
-    assert {node_id for _, node_id, _ in batches} == {nodes.away}
-
-
-def test_the_workers_of_several_iterators_are_asked_for_at_once():
-    """`iter()` does not wait for workers that are yet to start, be there room for them or not."""
-    first = load(2, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
-    second = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
-    iterators = [iter(first), iter(second)]
-    assert [actor.address for iterator in iterators for actor in actors_of(iterator)] == [None] * 3
-    assert len(list(iterators[0])) == 8
-    assert len(list(iterators[1])) == 4, "idle workers of the first have made room"
 
 
 @pytest.mark.full
