@@ -149,7 +149,7 @@ def our_threads():
 
 def check_threads(before):
     def left():
-        allowed = {"rayloader-janitor"} | ({"rayloader-session"} if _keepers else set())
+        allowed = {"rayloader-janitor", "rayloader-asks"} | ({"rayloader-session"} if _keepers else set())
         return [thread for thread in our_threads() - before if thread.name not in allowed]
 
     if left():
