@@ -149,7 +149,7 @@ def pytest_runtest_makereport(item):
 @pytest.fixture
 def grace_ends(keepers):
     """To be called when idle workers have been kept for long enough; a fixture's stay."""
-    return lambda: end_idle_actors_but({_key(loader.ray_remote_args) for loader in keepers})
+    return lambda: end_idle_actors_but({_key(loader.ray_remote_args or {}) for loader in keepers})
 
 
 @pytest.fixture(autouse=True)
