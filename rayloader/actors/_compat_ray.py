@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import logging
 import operator
 import os
@@ -37,8 +38,8 @@ logger = logging.getLogger("rayloader")
 
 _ASKED_OFTEN = "each batch asks Ray's public functions which cluster this is, which takes longer"
 _NOT_SEEN = (
-    "workers count as without a place in the cluster until they run: if that takes longer than a minute, raise "
-    "RAYLOADER_START_TIMEOUT (seconds)"
+    "workers count as without a place in the cluster until they run, and nodes that an autoscaler starts are not seen: "
+    "if that takes longer than a minute, raise RAYLOADER_START_TIMEOUT (seconds)"
 )
 _OWN_WORKERS = (
     "new worker processes start slowly: each imports everything itself, and hashes strings in its own way; "
@@ -55,13 +56,12 @@ COSTS = {
     "_private.worker.global_worker.connected": _ASKED_OFTEN,
     "_private.worker.global_worker.node": _ASKED_OFTEN,
     "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
-    "_private.state.actors": _NOT_SEEN,
-    "actor.ActorHandle._actor_id": _NOT_SEEN,
+    "_private.worker.global_worker.gcs_client": "",  # there is none before the first connection
+    "_raylet.InnerGcsClient.get_cluster_status": _NOT_SEEN,
+    "_raylet.InnerGcsClient.internal_kv_get": _NOT_SEEN,
+    "core.generated.autoscaler_pb2.GetClusterStatusReply": _NOT_SEEN,
+    "_private.ray_constants.DEBUG_AUTOSCALING_STATUS": "nodes that an autoscaler of version 1 starts are not seen",
     "_private.state.state.get_draining_nodes": "workers on a node that will leave are replaced only when it has left",
-    "_private.state.state.get_max_resources_from_cluster_config": (
-        "no cluster counts as one that can add nodes: workers share CPUs, or wait a minute for a place; set "
-        "ray_remote_args={'num_cpus': 1}, and RAYLOADER_START_TIMEOUT (seconds)"
-    ),
     "_private.worker.print_to_stdstream": "Ray prints a line for each worker process that dies",
     "_private.worker._changeproctitle": "`ps` and `top` do not show which loader a worker process works for",
     "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
@@ -208,12 +208,6 @@ def session_name_of(ray: ModuleType, connection: Any) -> str:
     return str(ray.get_runtime_context().get_session_name() if name is None else name)
 
 
-def has_process(ray: ModuleType, actor: Any) -> bool:
-    """Whether Ray is known to have found a place for an actor and a process there, which need not run the actor yet."""
-    ask, actor_id = _found(ray, "_private.state.actors"), _member(actor, "actor.ActorHandle._actor_id")
-    return ask is not None and actor_id is not None and bool(ask(actor_id.hex()).get("Pid"))
-
-
 def said_of_end(text: str) -> str:
     """What Ray says of the end of an actor: without the actor's fields and advice; "" if it has only seen the end."""
     lines = [line.strip() for line in text.splitlines() if not line.startswith("\t")]
@@ -247,10 +241,31 @@ def set_process_title(ray: ModuleType, title: str) -> None:
             pass
 
 
-def may_autoscale(ray: ModuleType) -> bool:
-    """Whether the cluster that Ray is connected to is known to have an autoscaler."""
-    most = _found(ray, "_private.state.state.get_max_resources_from_cluster_config")
-    return most is not None and most() is not None
+def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]] | None:
+    """What Ray's GCS knows of the cluster, and the autoscaler of either version of itself; None if it cannot be asked.
+
+    Args:
+        ray: the module.
+        timeout: how long to wait for each of two answers, in seconds.
+
+    Returns:
+        A `GetClusterStatusReply`: the state of each node, the demand that has no place, and what the autoscaler of
+        version 2 does. And the report of that of version 1, which is empty if there is none.
+
+    Raises:
+        RpcError: the GCS has not answered.
+    """
+    client = _found(ray, "_private.worker.global_worker.gcs_client")
+    reply_of = _found(ray, "core.generated.autoscaler_pb2.GetClusterStatusReply")
+    ask = _member(client, "_raylet.InnerGcsClient.get_cluster_status")
+    look_up = _member(client, "_raylet.InnerGcsClient.internal_kv_get")
+    if reply_of is None or ask is None or look_up is None:
+        return None
+    reply = reply_of()
+    reply.ParseFromString(ask(timeout_s=timeout))
+    key = _found(ray, "_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
+    report = None if key is None else look_up(key.encode(), None, timeout=timeout)
+    return reply, json.loads(report) if report else {}
 
 
 def draining_nodes(ray: ModuleType) -> dict[str, int]:

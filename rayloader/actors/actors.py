@@ -18,7 +18,7 @@ import ray
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors.actor import Actor, Lease, Ref, all_see_us, watch
+from rayloader.actors.actor import Actor, Lease, Ref, watch
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.actors.image import Image
 from rayloader.actors.pool import Pool
@@ -29,7 +29,7 @@ from rayloader.options import Options
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
 from rayloader.workers.connection import Channel, Mailbox
-from rayloader.workers.processes import Processes, Verdict
+from rayloader.workers.processes import Processes
 
 logger = logging.getLogger("rayloader")
 
@@ -60,8 +60,9 @@ class Actors(Processes):
     ) -> None:
         self._pool = pool
         self._remote_args = options.ray_remote_args
-        self._lease: Lease | None = pool.begin_lease(loader, self._remote_args, name)  # None after `release`
+        self._lease: Lease | None = pool.begin_lease(loader, name)  # None after `release`
         self._lines = options.uses_lines  # otherwise every call and every batch goes through Ray
+        self._contents: list[Ref] = []  # the image in Ray's store, while processes on other nodes may need it
         self._memory = Recycled(accelerator)  # for data from the network
         self._notice_at = time.monotonic() + NOTICE_S  # when to say what the program waits for
 
@@ -100,11 +101,6 @@ class Actors(Processes):
     @override
     def leased_bytes(self) -> int:  # type: ignore[override]
         return self._memory.leased_bytes
-
-    @property
-    @override
-    def all_are_near(self) -> bool:  # type: ignore[override]
-        return all_see_us()
 
     # ---- channels
 
@@ -153,7 +149,10 @@ class Actors(Processes):
 
     @override
     def sources(self, others: list[Actor]) -> Callable[[Actor], Source]:
-        return functools.partial(self._source, others, [], module_folders())
+        contents = self._contents
+        if all(actor.address is not None or actor.lost for actor in others):  # the last ones begin
+            self._contents = []
+        return functools.partial(self._source, others, contents, module_folders())
 
     def _source(self, others: list[Actor], content: list[Ref], folders: list[str], actor: Actor) -> Source:
         """Where a worker gets its replica from.
@@ -196,20 +195,15 @@ class Actors(Processes):
         node_id, draining = process.address.node_id, self._pool.draining
         if not draining.is_late(node_id, at_last=False):
             return False
-        has_room = bool(coming) and all(new.is_placed() for new in coming)  # then Ray is not asked again
+        has_room = bool(coming) and not self._pool.placement.lacking(coming)
         return not has_room or draining.is_late(node_id, at_last=True)
 
     @override
-    def verdict(self, pending: list[Actor], of: int, *, others: bool) -> Verdict:
+    def check_pending(self, pending: list[Actor], of: int) -> None:
+        self._pool.check_pending(pending, of)
         if time.monotonic() >= self._notice_at:
             self._notice_at = math.inf
             self._pool.placement.tell(pending, of)
-        verdict = self._pool.verdict(pending, self._remote_args, others=others)
-        if verdict is Verdict.GIVE_UP:
-            if not others:
-                raise self._pool.placement.error(pending, of)
-            self._pool.placement.gave_up(pending, of)
-        return verdict
 
 
 def _far_location(actor: Actor) -> tuple[str, str] | None:

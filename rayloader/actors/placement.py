@@ -1,7 +1,8 @@
-"""Where actors may run: which resources they ask Ray for, how long they wait for them, which nodes they must leave.
+"""Where actors run: what they ask Ray for, how long they wait for it, what is said of those that find no room.
 
-Promise: workers that cannot get CPUs of their own share them, as torch's do, unless the user's options name a number.
-The only state is what was learned about the cluster; any thread may call.
+Promise: actors ask for what the user's options name, and otherwise for one CPU each in a Ray that was joined, for none
+in one that was started here. They wait for that with one limit, longer where something still happens: processes or
+nodes start. Any thread may call, and none waits for Ray, except before actors are created.
 """
 
 from __future__ import annotations
@@ -10,220 +11,155 @@ import logging
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from rayloader.actors import session
-from rayloader.actors._compat_ray import may_autoscale, node_first
+from rayloader.actors import room, session
+from rayloader.actors._compat_ray import node_first
 from rayloader.actors.actor import Actor
+from rayloader.actors.cluster import ASK_LIMIT_S, INTERVAL_S, Cluster
 from rayloader.errors import WorkerStartError
-from rayloader.workers.processes import Verdict
 
 logger = logging.getLogger("rayloader")
 
-# How long an actor may wait for its place. Autoscalers add machines within minutes; without one none will come.
+# How long an actor may wait for its place where nothing happens.
 START_TIMEOUT_S = 60.0
-AUTOSCALING_START_TIMEOUT_S = 600.0
+# How long where it has its place, and Ray starts its process, or where an autoscaler starts nodes. These take minutes.
+LONG_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
-# How long new actors may wait before idle ones of other loaders, which may hold the resources, must make room.
-ROOM_PATIENCE_S = 5.0
-# How long they may wait for CPUs that other work holds before they ask for none: long enough for short tasks to end.
-CPU_PATIENCE_S = 10.0
-# How long they may wait before running actors of the same loader do their work meanwhile.
-OTHERS_PATIENCE_S = 15.0
-# How often Ray is asked which nodes will leave, in seconds. Clouds give at least 30 s of notice.
-INTERVAL_S = 2.0
+# When Ray is asked this long after an actor was created, the answer tells whether it has a place.
+REPORTED_S = 1.0
+# How much longer they wait for such an answer, before the error says that there is none.
+ANSWER_PATIENCE_S = INTERVAL_S + 2 * ASK_LIMIT_S
+# How long workers on a node that will leave wait for room elsewhere before others do their work.
+MOVE_PATIENCE_S = 15.0
 # How long before a node leaves its workers move, even if others must do their work: opening a dataset takes a while.
 MARGIN_S = 5.0
-# For actors that wait only for their processes.
-NO_RESOURCES = "no resources"
 
 
 class Placement:
-    """The placement of the actors of one pool."""
+    """The placement of the actors of one pool.
 
-    def __init__(self) -> None:
-        self._autoscaling = False
-        self._others_have_the_cpus = False
-        self._not_placed: set[bytes] = set()  # options of actors that were given up
+    Args:
+        cluster: where they run.
+    """
 
-    def options(self, remote_args: dict[str, Any], count: int, wanted: int) -> dict[str, Any]:
-        """Each actor's options, except for `where`.
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._nodes_came_at = -math.inf  # time.monotonic() when nodes were on their way last
+
+    def options(self, remote_args: dict[str, Any]) -> dict[str, Any]:
+        """Each actor's options, except for `where`: those of the user, and one CPU if they name no number.
+
+        Asks Ray what there is, for all that follows.
+        """
+        status = self._cluster.ask()
+        ours = status is not None and any(session.OVERSUBSCRIBE_RESOURCE in node.total for node in status.nodes)
+        return {"enable_task_events": False, "num_cpus": 0 if ours else 1, **remote_args}
+
+    def where(self, options: dict[str, Any], count: int, starting: int) -> list[tuple[dict[str, Any], bool | None]]:
+        """The option that says where each of `count` actors with these options runs, if they leave it open.
+
+        It is the driver's node for as many as have room there: batches take the shortest way from there, and Ray by
+        itself fills no node more than half while another one has room. Ray does not tell an autoscaler of actors that
+        ask for a certain node, so all others ask for none. They stay out of a placement group that Ray Tune would use.
+        Actors that ask for nothing are left to Ray to spread, because on one node they would all share its CPUs.
 
         Args:
-            remote_args: the user's options.
-            count: how many actors are to be created.
-            wanted: how many workers this process has, including these.
+            options: from `options`.
+            count: how many are to be created.
+            starting: how many of this process have not started, and may take room that counts as free.
+
+        Returns:
+            For each also `Actor.had_room`.
         """
-        # Ray has no public answer to this one question: would more nodes start if they were requested?
-        self._autoscaling = may_autoscale(ray)
-        options: dict[str, Any] = {"enable_task_events": False, **remote_args}
-        if "num_cpus" not in options:
-            options["num_cpus"] = self._cpus_per_worker(count, wanted)
-        return options
+        needs, status, strategy = room.demand(options), self._cluster.status, options.get("scheduling_strategy")
+        node_id = session.node_id() if strategy is None else getattr(strategy, "node_id", "")
+        nodes = [] if status is None else [node for node in status.nodes if node.node_id == node_id]
+        most = max(0.0, sum(room.most(node, needs) for node in nodes) - starting)
+        if strategy is not None:
+            return [({}, number < most if node_id else None) for number in range(count)]
+        near = 0 if options.get("label_selector") or not needs else int(min(most, count))
+        first = [({"scheduling_strategy": node_first(ray, node_id)}, True)]
+        rest: list[tuple[dict[str, Any], bool | None]] = [({"scheduling_strategy": "DEFAULT"}, None)]
+        return [*first * near, *rest * (count - near)]
 
-    def where(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The option that says where an actor with these options runs, if they leave it open.
-
-        It is the driver's node as long as that has room: batches take the shortest way from there, and Ray by itself
-        fills no node more than half while another one has room. Actors that ask for nothing are left to Ray to spread,
-        because on one node they would all share its CPUs. Either way, they stay out of a placement group that Ray Tune
-        would use.
-        """
-        if "scheduling_strategy" in options:
-            return {}
-        is_open = not options.get("label_selector") and _in_words(options) != NO_RESOURCES
-        return {"scheduling_strategy": node_first(ray, session.node_id()) if is_open else "DEFAULT"}
-
-    def _cpus_per_worker(self, count: int, wanted: int) -> float:
-        """One if the cluster has, or can get, as many CPUs as this process has workers; otherwise none, as with torch.
-
-        The CPUs that this process itself holds, inside a Ray task or actor, are not available. Whether CPUs that
-        others hold become available shows later: see `verdict`.
-        """
-        total = ray.cluster_resources()
-        if session.OVERSUBSCRIBE_RESOURCE in total or self._others_have_the_cpus or not total:  # no node lives
-            return 0
-        own = session.cpus_of_this_process()
-        cpus = total.get("CPU", 0) - own
-        if wanted <= cpus or self._autoscaling:
-            return 1
-        but_own = f", not counting the {own:g} that this process holds" if own else ""
-        warnings.warn(
-            f"This DataLoader will create {count} worker processes, {wanted} with those that are already running. The "
-            f"suggested maximum is {cpus:g} (the CPUs of the Ray cluster{but_own}), so the workers will share CPUs. "
-            "Lower num_workers if that is too slow, or have the workers wait for CPUs of their own with "
-            'ray_remote_args={"num_cpus": 1}.',
-            stacklevel=2,
-        )
-        return 0
-
-    def lacks_cpus(self, remote_args: dict[str, Any], count: int) -> bool:
-        """Whether this many actors may have to wait for CPUs now."""
-        return bool(ray.available_resources().get("CPU", 0) < count * (remote_args.get("num_cpus", 1) or 0))
-
-    def verdict(self, pending: Sequence[Actor], waited: float, remote_args: dict[str, Any], *, others: bool) -> Verdict:
-        """What to do about actors that have not started for `waited` seconds.
+    def check(self, pending: Sequence[Actor], of: int, waited: float) -> None:
+        """Raises WorkerStartError if actors have not started for too long.
 
         Args:
             pending: these actors, all created with the same options.
-            waited: seconds since they were created, or since any actor of this process got a place or started, because
-                starts queue.
-            remote_args: the user's options.
-            others: whether some actors of that fleet run, which can do the work until these have found a place.
+            of: how many the fleet has.
+            waited: seconds since they were created, or since any actor of this process started, because starts queue.
         """
-        limit = self.limit
-        homeless = [actor for actor in pending if actor.placed_at is None]
-        if not homeless:  # they hold what they asked for, and need only time
-            return Verdict.GIVE_UP if waited >= self.limit_once_placed else Verdict.WAIT
-        if "num_cpus" not in remote_args and pending[0].options["num_cpus"] and not self._autoscaling:
-            # If enough CPUs were free, they may hold them: Ray assigns them before it starts the processes.
-            had_room = all(actor.had_room for actor in homeless)
-            patience = min(limit if had_room else CPU_PATIENCE_S, limit)
-            no_cpu_is_free = waited >= patience and ray.available_resources().get("CPU", 0) < 1
-            if no_cpu_is_free:
-                self._others_have_the_cpus = True
-                logger.warning(
-                    "rayloader: other Ray work has held all CPUs of the cluster for %.0f s, so the workers of this "
-                    "process ask for none from now on and share them; leave CPUs free for the workers, or have them "
-                    'wait for CPUs with ray_remote_args={"num_cpus": 1}',
-                    waited,
-                )
-                return Verdict.SHARE_CPUS
-        if others:
-            limit = self.limit_with_others
-        if waited >= (min(ROOM_PATIENCE_S, limit) if pending[0].key in self._not_placed else limit):
-            return Verdict.GIVE_UP
-        return Verdict.MAKE_ROOM if waited > ROOM_PATIENCE_S else Verdict.WAIT
+        status, now = self._cluster.look(), time.monotonic()
+        if status is not None and status.coming:
+            self._nodes_came_at = now
+        lacking = self.lacking(pending)
+        things_happen = not lacking or now - self._nodes_came_at <= START_TIMEOUT_S
+        limit = LONG_START_TIMEOUT_S if things_happen else START_TIMEOUT_S
+        if text := os.environ.get(START_TIMEOUT_VARIABLE):
+            limit = _seconds(text)
+        if waited >= limit and (self._is_current(pending) or waited >= limit + ANSWER_PATIENCE_S):
+            raise self._error(pending, of, lacking, limit)
 
     def tell(self, pending: Sequence[Actor], of: int) -> None:
         """Logs what the program waits for: these actors, of so many."""
-        homeless, options = sum(not actor.is_placed() for actor in pending), pending[0].options
-        logger.warning(
-            "rayloader: waiting for %d of %d worker processes. %s",
-            len(pending),
-            of,
-            f"Ray has found no room for {homeless} of them so far. {self.room(options)}"
-            if homeless and _in_words(options) != NO_RESOURCES
-            else "Ray is starting them, and they import torch",
-        )
+        lacking = self.lacking(pending)
+        said = []
+        if lacking:
+            why = room.in_words(self._cluster.status, pending[0].options)
+            said.append(f"Ray has found no room for {lacking} of them so far: {why}")
+        if starting := len(pending) - lacking:
+            said.append(f"{starting} of them have their place: Ray is starting these processes, and they import torch")
+        logger.warning("rayloader: waiting for %d of %d worker processes. %s", len(pending), of, ". ".join(said))
 
-    def gave_up(self, pending: Sequence[Actor], of: int) -> None:
-        """Notes that some actors found no place: the next ones with the same options need not wait as long."""
-        self._not_placed.add(pending[0].key)
-        logger.warning(
-            "rayloader: %d of %d worker processes found no place in the Ray cluster within %g s; until there is room "
-            "for them, their work is done by the other %d",
-            len(pending),
-            of,
-            self.limit_with_others,
-            of - len(pending),
-        )
+    def _is_current(self, pending: Sequence[Actor]) -> bool:
+        """Whether the last answer tells of the places of these actors."""
+        status = self._cluster.status
+        return status is not None and status.at >= max(actor.created_at for actor in pending) + REPORTED_S
 
-    def error(self, pending: Sequence[Actor], of: int) -> WorkerStartError:
-        """The error for actors that do not start at their place, or have found none, whatever is free."""
-        number, options = len(pending), pending[0].options
-        if all(actor.placed_at is not None for actor in pending):
+    def lacking(self, pending: Sequence[Actor]) -> int:
+        """How many of these actors, which have not started, have no place. Without a current answer, all."""
+        options, status = pending[0].options, self._cluster.status
+        needs = room.demand(options)
+        if not needs and not options.get("label_selector"):
+            return 0
+        if status is None or status.demand is None or not self._is_current(pending):
+            return len(pending)
+        told = sum(count for one, count in status.demand if room.is_like(one, needs))
+        unknown = [actor for actor in pending if actor.had_room is None]
+        return min(len(unknown), told) + sum(actor.had_room is False for actor in pending)
+
+    def _error(self, pending: Sequence[Actor], of: int, lacking: int, limit: float) -> WorkerStartError:
+        """The error for actors that have found no place, or do not start there."""
+        variable = f"raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
+        if not lacking:
             return WorkerStartError(
-                f"{number} of {of} DataLoader workers have a process in the Ray cluster that did not start within "
-                f"{self.limit_once_placed:g} s: the machine is overloaded, or the process hangs, and Ray's log says "
-                f"where. Remedies: lower num_workers; raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
+                f"{len(pending)} of {of} DataLoader workers have a place in the Ray cluster, but their processes did "
+                f"not start within {limit:g} s: the machine is overloaded, or a process hangs, and Ray's log says "
+                f"where. Remedies: lower num_workers; {variable}"
             )
-        remedies = ["lower num_workers", "ask in ray_remote_args for what the nodes have"]
-        if not ray.cluster_resources():
-            remedies = ["call ray.shutdown(), after which iter() joins or starts another Ray"]
-        elif options.get("num_cpus"):
-            remedies[1:] = [
-                "leave CPUs free for the workers (training may hold them all)",
-                'ask for less with ray_remote_args={"num_cpus": 0}',
-            ]
+        options, status = pending[0].options, self._cluster.status
         return WorkerStartError(
-            f"{number} of {of} DataLoader workers found no place in the Ray cluster within {self.limit:g} s. "
-            f"{self.room(options)}. Remedies: {'; '.join(remedies)}; if nodes or "
-            f"processes are still starting, raise the environment variable {START_TIMEOUT_VARIABLE} (seconds). If "
-            "there is room for all, Ray's log says why a process did not start"
+            f"{lacking} of {of} DataLoader workers found no place in the Ray cluster within {limit:g} s: "
+            f"{room.in_words(status, options)}. Remedies: {'; '.join(room.remedies(status, options))}; if nodes are "
+            f"still starting, {variable}"
         )
 
-    def room(self, options: dict[str, Any]) -> str:
-        """What each actor asks for, and what is free, in words."""
-        total, free = ray.cluster_resources(), ray.available_resources()
-        # Placement groups repeat, under Ray's own names, the amounts that stand under the resources' names.
-        names = [
-            n for n in sorted(total) if not n.startswith(("node:", "object_store", "bundle_")) and "_group_" not in n
-        ]
-        free_now = ", ".join(f"{name} {free.get(name, 0.0):g} of {total[name]:g}" for name in names) or (
-            "nothing: Ray has no live node, and its log says why"
+
+def _seconds(text: str) -> float:
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = -1.0
+    if not limit >= 0:
+        raise ValueError(
+            f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}; leave it out for the default"
         )
-        return f"Each asks for {_in_words(options)}; free now: {free_now}"
-
-    @property
-    def limit(self) -> float:
-        """How long an actor may wait for its place, in seconds."""
-        text = os.environ.get(START_TIMEOUT_VARIABLE, "")
-        if not text:
-            return AUTOSCALING_START_TIMEOUT_S if self._autoscaling else START_TIMEOUT_S
-        try:
-            limit = float(text)
-        except ValueError:
-            limit = -1.0
-        if not limit >= 0:
-            raise ValueError(
-                f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}; leave it out for the default"
-            )
-        return limit
-
-    @property
-    def limit_with_others(self) -> float:
-        """How long running actors wait before they do its work meanwhile, in seconds."""
-        return min(self.limit, OTHERS_PATIENCE_S)
-
-    @property
-    def limit_once_placed(self) -> float:
-        """How long an actor with a place may take to start, in seconds."""
-        return self.limit if os.environ.get(START_TIMEOUT_VARIABLE) else AUTOSCALING_START_TIMEOUT_S
+    return limit
 
 
 class Draining:
@@ -295,12 +231,3 @@ class Draining:
                 )
         self._moments = moments
         return INTERVAL_S
-
-
-def _in_words(options: dict[str, Any]) -> str:
-    amounts = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
-    amounts.update(options.get("resources") or {})
-    words = [f"{name} {amount:g}" for name, amount in amounts.items() if amount]
-    places = {name: options.get(name) for name in ("accelerator_type", "label_selector", "scheduling_strategy")}
-    words += [f"{name} {place}" for name, place in places.items() if place not in (None, "DEFAULT")]
-    return ", ".join(words) or NO_RESOURCES

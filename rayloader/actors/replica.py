@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayloader.errors import add_note, own_notes
+from rayloader.errors import add_note
 from rayloader.protocol import Replica, carried
 from rayloader.random.generators import RECORDED
 from rayloader.transport import codec, unpicklable
@@ -68,11 +68,6 @@ def encode_replica(replica: Replica) -> codec.Encoded:
     if (path := shared_file(map(address_of_buffer, copied))) is not None:
         _warn_of_shared_memory(path)
     return encoded
-
-
-def in_short(error: Exception) -> str:
-    """An error of `encode_replica`: its note, if it has one."""
-    return "; ".join(own_notes(error)) or f"{type(error).__name__}: {error}"
 
 
 def _explained(replica: Replica) -> str | None:

@@ -11,9 +11,9 @@ of the session and the job (1 us); if they differ, Ray is not called at all.
 NOTE [our thread and Ray's shutdown]
 While one thread runs `ray.shutdown()`, another that calls Ray, or drops the last reference to one of Ray's objects, may
 end the process or start a new cluster: the session may end between the comparison and the call (measured: in one of ten
-shutdowns that immediately followed a finalizer). So `ray.shutdown` is wrapped here: it waits until the janitor's thread
-is between two jobs, and that thread waits until the shutdown is over. At interpreter exit Ray calls its own function,
-not the wrapper; by then the janitor has ended.
+shutdowns that immediately followed a finalizer). So `ray.shutdown` is wrapped here: it waits until the janitor's
+thread, and the one that asks Ray's GCS, are between two jobs, and these threads wait until the shutdown is over. At
+interpreter exit Ray calls its own function, not the wrapper; by then both have ended.
 
 NOTE [who starts Ray]
 The kernel kills Ray's daemons when the *thread* that forked them ends (`PR_SET_PDEATHSIG`), and an interrupt in the
@@ -94,7 +94,8 @@ _starter: _Starter | None = None  # from the first use of a Ray until that Ray i
 logger = logging.getLogger("rayloader")
 _ray: ModuleType | None = None  # once it was needed
 _importing = new_lock()
-_shutdown_lock = new_lock()  # held by `ray.shutdown`, and by our thread while it may call Ray
+_shutdown_lock = new_lock()  # held by `ray.shutdown`, and by the janitor's thread while it may call Ray
+_ask_lock = new_lock()  # likewise, by the thread that asks Ray's GCS, which may take its time
 
 
 def imported() -> ModuleType:
@@ -357,24 +358,29 @@ def no_shutdown() -> contextlib.AbstractContextManager[Any]:
     return _shutdown_lock
 
 
+def no_shutdown_while_asked() -> contextlib.AbstractContextManager[Any]:
+    """The same, for the thread that asks Ray's GCS: the janitor does not wait for it."""
+    return _ask_lock
+
+
 def _wrap(ray: ModuleType) -> None:
-    """Makes Ray's shutdown know of our thread: see NOTE [our thread and Ray's shutdown]."""
+    """Makes Ray's shutdown know of our threads: see NOTE [our thread and Ray's shutdown]."""
     shutdown = ray.shutdown
 
     @functools.wraps(shutdown)
-    def waits_for_our_thread(*args: Any, **kwargs: Any) -> Any:
-        with no_shutdown():
+    def waits_for_our_threads(*args: Any, **kwargs: Any) -> Any:
+        with no_shutdown(), no_shutdown_while_asked():
             result = shutdown(*args, **kwargs)
         _let_starter_go()  # the fork server ends with its Ray
         return result
 
-    ray.shutdown = waits_for_our_thread  # type: ignore[attr-defined]
+    ray.shutdown = waits_for_our_threads  # type: ignore[attr-defined]
 
 
 def forget() -> None:
     """To be called in a forked child, which must neither end nor use its parent's Ray."""
-    global _started, _starter, _shutdown_lock, _importing
-    _shutdown_lock, _importing = new_lock(), new_lock()  # the parent's may have been held
+    global _started, _starter, _shutdown_lock, _ask_lock, _importing
+    _shutdown_lock, _ask_lock, _importing = new_lock(), new_lock(), new_lock()  # the parent's may have been held
     if _starter is not None:
         ray_use.forked |= not _starter.done
         _starter.forget()
@@ -397,11 +403,6 @@ def node_id() -> str:
     return str(imported().get_runtime_context().get_node_id())
 
 
-def is_on_one_node() -> bool:
-    """Whether the cluster consists of this machine alone."""
-    return len([node for node in imported().nodes() if node["Alive"]]) == 1
-
-
 def node_ip() -> str:
     """This node's address for other nodes."""
     return str(imported().util.get_node_ip_address())
@@ -410,14 +411,6 @@ def node_ip() -> str:
 def uses_tls() -> bool:
     """Whether Ray encrypts its connections, according to Ray's own settings."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-
-
-def cpus_of_this_process() -> float:
-    """The CPUs that Ray has assigned to the task or actor in this process; 0 in a driver."""
-    try:
-        return float(imported().get_runtime_context().get_assigned_resources().get("CPU", 0))
-    except AssertionError:  # so Ray says that this process is a driver
-        return 0.0
 
 
 @contextlib.contextmanager

@@ -164,6 +164,11 @@ class Engine:
             return self.schedule.finished
 
     @property
+    def over(self) -> bool:
+        """Whether every batch was taken, and nothing more will come. For the user's thread."""
+        return self.schedule.finished and not self._is_under_way
+
+    @property
     def broken(self) -> bool:
         """Whether an interrupt has left something half changed, see NOTE [interrupts]."""
         return self._drawing or self.changes.are_broken
@@ -410,7 +415,7 @@ class Engine:
         if self.fleet.awaited:
             self._revive()
         self._start_ahead()
-        if not came and self._move_homeless():
+        if not came and not self._check_started():
             self._revive()
 
     def _wait(self, timeout: float) -> bool:
@@ -644,15 +649,14 @@ class Engine:
         self.handle(WorkerReady(worker.worker_id))
 
     @change
-    def _move_homeless(self) -> bool:
-        """Moves workers whose process found no place to the other processes; returns whether some move."""
+    def _check_started(self) -> bool:
+        """Gives up a process that will never start; returns whether there was none."""
         try:
-            moved = self.fleet.check_started()
+            self.fleet.check_started()
         except ProcessLost as lost:
             self._give_up(lost.process, str(lost))
-            return True
-        self._have_moved(moved)
-        return bool(moved)
+            return False
+        return True
 
     def note_begins(self) -> None:
         """Waits until every worker has begun the epoch, but for those that are lost and have nothing to do in it."""

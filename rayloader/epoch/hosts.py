@@ -7,7 +7,6 @@ they are as long as the iterator lives. What one iterator of a loader leaves to 
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from rayloader.actors.image import Image
     from rayloader.gpu.device import Accelerator
 
-logger = logging.getLogger("rayloader")
-
 
 @dataclass(eq=False, slots=True)
 class Kept:
@@ -32,11 +29,9 @@ class Kept:
 
     Attributes:
         image: of its replica, as last sent: it is used again if it would be the same.
-        forks: Ray cannot send the replica, so its workers are forks.
     """
 
     image: Image | None = None
-    forks: bool = False
 
 
 loaders = Notes(Kept)
@@ -61,11 +56,8 @@ def fleet_for(
         num_processes: how many processes host them, where one can host several.
         accelerator: for which the memory of batches is page-locked.
     """
-    kept = loaders.of(loader)
-    if options.needs_actors or (options.workers == "auto" and not kept.forks and ray_use.is_used()):
-        actors = _actors(loader, replica, options, kept, num_processes, accelerator)
-        if actors is not None:
-            return actors
+    if options.needs_actors or (options.workers == "auto" and ray_use.is_used()):
+        return _actors(loader, replica, options, loaders.of(loader), num_processes, accelerator)
     check_forks(options.workers)
     from rayloader.host import server  # which is imported here for the forks
 
@@ -76,20 +68,16 @@ def fleet_for(
 
 def _actors(
     loader: Any, replica: Replica, options: Options, kept: Kept, count: int, accelerator: Accelerator | None
-) -> Fleet | None:
+) -> Fleet:
     """A fleet of actors, which have the image of the replica that they will open.
 
     New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and before it
     is written: there may not be room for both.
-
-    Returns:
-        None if Ray cannot send the replica, and forks can do the same.
     """
-    from rayloader.actors import session
     from rayloader.actors.actors import Actors
     from rayloader.actors.image import Contents, Image
     from rayloader.actors.pool import get_pool
-    from rayloader.actors.replica import encode_replica, in_short
+    from rayloader.actors.replica import encode_replica
     from rayloader.transport import codec
 
     pool = get_pool()
@@ -104,13 +92,8 @@ def _actors(
             try:
                 encoded = encode_replica(replica)
             except Exception as error:
-                if options.needs_actors or not session.is_on_one_node():
-                    add_note(error, _REMEDY)
-                    raise
-                kept.forks = True
-                _tell_of_forks(in_short(error))
-                fleet.release(busy=True)
-                return None
+                add_note(error, _REMEDY)
+                raise
             if warm:
                 fleet.lend(count, fresh=fresh)
             contents, image = Contents(encoded), kept.image
@@ -128,11 +111,3 @@ _REMEDY = (
     "Workers that are Ray actors get dataset, collate_fn and worker_init_fn as Ray sends them. Workers that are forks "
     'need not be sent anything: use workers="fork", which keeps them on this machine'
 )
-
-
-@functools.cache  # says it once
-def _tell_of_forks(reason: str) -> None:
-    logger.info(
-        "rayloader: the workers are forks of this process, as torch's are, so they cannot be on other machines: %s",
-        reason,
-    )

@@ -342,6 +342,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 del self  # which this frame leads to
                 raise error.with_traceback(None) from None
         self._task = task
+        if not self._persistent_workers and self._engine is not None and self._engine.over:
+            self._release()  # now: a program that counts batches does not ask for another one, and keeps the iterator
         return data
 
     def _release(self) -> None:

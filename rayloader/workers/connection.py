@@ -79,10 +79,6 @@ class Process:
         """
         raise NotImplementedError
 
-    def is_placed(self) -> bool:
-        """Whether it waits only for its imports, not for resources."""
-        return True
-
     def cause(self, error: Exception | None) -> str:
         """Why it has ended, in words; `error`: what its channel knows of that."""
         raise NotImplementedError

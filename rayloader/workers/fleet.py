@@ -23,13 +23,11 @@ from rayloader.resume.journal import Journal, Resumed
 from rayloader.task import Task
 from rayloader.workers.connection import Mailbox, Message, NeverStarts, Process, ProcessLost, Started
 from rayloader.workers.janitor import janitor
-from rayloader.workers.processes import Processes, Verdict
+from rayloader.workers.processes import Processes
 
 if TYPE_CHECKING:
     from rayloader.gpu.device import Accelerator
 
-# While waiting for workers to report where they are: how often to check whether that has become hopeless, in seconds.
-LOCATE_TICK_S = 1.0
 # How many replacement processes may fail to start before the helping processes keep the work.
 MOST_FAILED_STARTS = 3
 
@@ -263,42 +261,33 @@ class Fleet:
     # ---- workers begin
 
     def begin(self, setups: list[Setup], journals: list[Journal]) -> None:
-        """Tells the processes which workers they are.
-
-        Raises:
-            WorkerStartError: in a Ray that was not started here, a worker found no place.
-        """
+        """Tells the processes that run which workers they are; the others' workers are away until they run."""
         self.check_session()
         self.workers = [
             Worker(setup, journal, self.hosts[setup.worker_id % len(self.hosts)], self.mailbox)
             for setup, journal in zip(setups, journals, strict=True)
         ]
-        if not self.processes.all_are_near:
-            while any(process.address is None and not process.lost for process in self.hosts):
-                self.wait(LOCATE_TICK_S)
-                try:
-                    self.check_started()
-                except ProcessLost as lost:  # its workers stay away; the epoch begins them elsewhere
-                    self.lose(lost.process)
-        self._begin([worker for worker in self.workers if not worker.host.lost])
+        self._begin(self._ready)
 
     def revive(self) -> list[Worker]:
         """Begins the workers that are away and have a host by now; the epoch must then repeat their journals' calls.
 
         Raises:
             ProcessLost: a host could not be started.
-            WorkerStartError: one found no place.
         """
         if not [worker for worker in self.workers if worker.away]:
             return []
         self.check_session()
-        near = self.processes.all_are_near
-        if not near:
-            self.check_started()  # workers that move are away already
-        hosted = [worker for worker in self.workers if worker.away and not worker.host.lost]
-        ready = [worker for worker in hosted if near or worker.host.address is not None]
+        self._note_starts()
+        ready = self._ready
         self._begin(ready)
         return ready
+
+    @property
+    def _ready(self) -> list[Worker]:
+        """The workers that are away, and whose hosts can be told so."""
+        away = [worker for worker in self.workers if worker.away and not worker.host.lost]
+        return [worker for worker in away if worker.host.address is not None or not worker.host.tells_start]
 
     def _begin(self, workers: list[Worker]) -> None:
         source_of = self.processes.sources(self.hosts)
@@ -436,17 +425,23 @@ class Fleet:
     def _hosts_of_workers(self) -> list[Any]:
         return list(dict.fromkeys(worker.host for worker in self.workers))
 
-    def check_started(self) -> list[Worker]:
-        """Notes which processes run by now, and makes sure that no worker waits for a process for too long.
-
-        Returns:
-            Workers that move to another process because theirs found no place; they are away now.
+    def check_started(self) -> None:
+        """Notes which processes run by now, and makes sure that no worker waits for one for too long.
 
         Raises:
-            WorkerStartError: none has found a place.
+            WorkerStartError: one has found no place, or does not start there.
             ProcessLost: one could not be started.
         """
         self.check_session()
+        if pending := self._note_starts():
+            self.processes.check_pending(pending, len(self.hosts))
+
+    def _note_starts(self) -> list[Any]:
+        """Notes which processes run by now; returns those that do not.
+
+        Raises:
+            ProcessLost: one could not be started.
+        """
         pending = []
         for process in self.hosts:
             if process.lost:
@@ -457,23 +452,4 @@ class Fleet:
             except NeverStarts as error:
                 self.check_session()
                 raise ProcessLost(process, error) from error
-        if not pending:
-            return []
-        hosts = [process for process in self.hosts if process not in pending and not process.lost]
-        match self.processes.verdict(pending, len(self.hosts), others=bool(hosts)):
-            case Verdict.SHARE_CPUS:
-                pending = [process for process in pending if not process.is_placed()]
-                hosts = self._lend(len(pending))
-            case Verdict.GIVE_UP:
-                for process in pending:  # they come when there is room: on a new node, or after other work
-                    if own := self._own_of(process):
-                        self.mailbox.remove(process)
-                        self._coming[process] = own, 0
-                    else:
-                        self._end(process)
-                return self._move(pending, hosts)
-            case _:
-                return []
-        for process in pending:
-            self._end(process)
-        return self._move(pending, hosts)
+        return pending

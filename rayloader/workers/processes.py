@@ -7,20 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 from rayloader.errors import RaySessionError
 from rayloader.workers.connection import Channel, Mailbox
-
-
-class Verdict(Enum):
-    """What a fleet does about processes that have not started."""
-
-    WAIT = "wait"
-    MAKE_ROOM = "wait; idle actors are killed"
-    SHARE_CPUS = "ask for actors that need no CPU"
-    GIVE_UP = "continue without them"
 
 
 class Processes(ABC):
@@ -30,13 +20,11 @@ class Processes(ABC):
         uses_store: whether some batches come, or came, through Ray's object store.
         copies: whether this process has to copy some batches: from the store, or large ones from the network.
         leased_bytes: bytes of memory outside arenas in which batches lie.
-        all_are_near: all processes are known to run on this machine, before they have reported where.
         drains: whether some node will leave.
     """
 
     uses_store = copies = drains = False
     leased_bytes = 0
-    all_are_near = True
 
     def check(self) -> None:  # noqa: B027
         """Raises RaySessionError unless the processes, which were not released, can be used."""
@@ -93,15 +81,13 @@ class Processes(ABC):
     def refused(self, process: Any, reason: str) -> None:  # noqa: B027
         """A process cannot be reached over a line."""
 
-    def verdict(self, pending: list[Any], of: int, *, others: bool) -> Verdict:
-        """What to do about processes that have not started, which the log is told.
+    def check_pending(self, pending: list[Any], of: int) -> None:  # noqa: B027
+        """Looks at processes that have not started, and tells the log.
 
         Args:
             pending: these processes.
             of: how many the fleet has.
-            others: some of the fleet have started.
 
         Raises:
-            WorkerStartError: they have found no place, or do not start there, and there are no others.
+            WorkerStartError: they have found no place for long, or do not start there.
         """
-        return Verdict.WAIT

@@ -1,22 +1,17 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
-import contextlib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayloader.actors.placement
-import rayloader.actors.pool
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
+from multinode_waiting import START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
-from rayloader.actors.actor import Lease, wait_for
+from rayloader.actors.actor import Lease
 from rayloader.actors.pool import get_pool
-from rayloader.workers.connection import NONE_YET
-from rayloader.workers.fleet import Fleet
 from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.multinode
@@ -51,13 +46,6 @@ def wait_for_free(expected, name="CPU"):
 def short_limit(monkeypatch):
     """For workers that have no place."""
     monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
-
-
-@pytest.fixture
-def room_is_made(monkeypatch):
-    """For workers that get a place, soon; a failure need not take the whole minute."""
-    monkeypatch.setattr(rayloader.actors.placement, "ROOM_PATIENCE_S", 1.0)
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "20")
 
 
 # ---- CPUs
@@ -121,87 +109,11 @@ def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
 
 
 @pytest.mark.full
-def test_training_and_validation_share_warm_workers_which_give_up_their_cpus_when_both_are_idle(grace_ends):
-    training, validation = load(2), load(2)
-    seen = set()
-    for loader in (training, validation, training):
-        seen |= {pid for _, pid in loader}
-    assert len(seen) == 2
-    wait_for_free(1)
-    grace_ends()
-    wait_for_free(CPUS)  # without a further call into the library
-
-
-def interrupted(loader):
-    """Begins an epoch and takes a batch."""
-    with contextlib.suppress(LookupError):
-        for _ in loader:
-            raise LookupError
-
-
-def broken_off(loader):
-    """Begins an epoch and takes a batch."""
-    for _ in loader:
-        break
-
-
-@pytest.mark.parametrize(
-    "epoch", [broken_off, *(pytest.param(epoch, marks=pytest.mark.full) for epoch in (list, interrupted))]
-)
-def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(epoch, nodes, monkeypatch):
-    """Their loader lives, and the program waits for the task."""
-    monkeypatch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 0.5)
-    loader = load(1, length=40)
-    epoch(loader)
-    task = ray.remote(resources={"here": 0.1})(origin).remote()  # where the worker has the only CPU
-    assert ray.get(task, timeout=START_LIMIT)[0] == nodes.here
-    assert len(list(loader)) == 40
-
-
-def test_workers_of_a_live_iterator_and_those_that_hold_no_cpu_are_kept(grace_ends):
-    persistent, sharing = load(1, persistent_workers=True), load(1, ray_remote_args={"num_cpus": 0})
-    seen = [set(loader) for loader in (persistent, sharing)]
-    grace_ends()
-    get_pool().wait()
-    assert [set(loader) for loader in (persistent, sharing)] == seen
-
-
-@pytest.mark.full
 def test_fractions_of_a_cpu_and_of_a_resource():
     iterator = begin(load(2, ray_remote_args={"num_cpus": 0.25, "resources": {"away": 0.5}}))
     wait_for_free(CPUS - 0.5)
     wait_for_free(4 - 1, "away")
     assert len(list(iterator)) == 6
-
-
-# ---- idle workers make room
-
-
-@pytest.mark.full
-def test_idle_workers_of_other_options_give_up_their_cpus(room_is_made, nodes):
-    idle = load(2)
-    list(idle)
-    wait_for_free(1)
-    assert {node_id for node_id, _ in load(1, ray_remote_args={"num_cpus": 2})} == {nodes.away}
-    assert len(list(idle)) == 8
-
-
-@pytest.mark.full
-def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(room_is_made, nodes):
-    """Cluster-wide one CPU is free all the time, but not there."""
-    idle = load(2, ray_remote_args={"num_cpus": 1, "resources": {"away": 1}})
-    list(idle)
-    wait_for_free(1)
-    there = {"num_cpus": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}
-    assert {node_id for node_id, _ in load(1, ray_remote_args=there)} == {nodes.away}
-
-
-@pytest.mark.full
-def test_idle_workers_give_up_custom_resources(room_is_made, nodes):
-    idle = load(2, ray_remote_args={"num_cpus": 0, "resources": {"away": 2}})
-    list(idle)
-    wait_for_free(0, "away")
-    assert {node_id for node_id, _ in load(1, ray_remote_args={"resources": {"away": 3}})} == {nodes.away}
 
 
 # ---- no room
@@ -300,29 +212,6 @@ def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
         "work is done by the other 1"
     )
     assert [text in record.getMessage() for record in caplog.records] == [True, True]
-
-
-@pytest.mark.full
-def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nodes, monkeypatch):
-    """`iter()` waits until both say where they are; meanwhile the first dies, and the second is on another node."""
-    begin = Fleet.begin
-
-    def killing(fleet, *arguments):
-        ray.kill(fleet.hosts[0].handle)
-        wait = fleet.wait
-
-        def until_the_first_is_known_to_be_dead(_):  # before the other one has started
-            monkeypatch.setattr(fleet, "wait", wait)
-            return wait_for([fleet.hosts[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
-
-        monkeypatch.setattr(fleet, "wait", until_the_first_is_known_to_be_dead)
-        begin(fleet, *arguments)
-
-    monkeypatch.setattr(Fleet, "begin", killing)
-    loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"resources": {"away": 1}})
-    batches = list(loader)
-    assert [index for index, *_ in batches] == list(range(8))
-    assert {node_id for _, node_id, _ in batches} == {nodes.away}
 
 
 @pytest.mark.full

@@ -327,7 +327,7 @@ class FakeFleet:
         rebuilt: worker and task of every batch that was built again.
         new_runs: whether processes that replace others run at once.
         moves: workers that `spread` moves, and where to.
-        homeless: workers that `check_started` moves, and where to.
+        hopeless: the error of processes that wait for a place in vain.
         killed: processes.
         ended: why the fleet cannot be used any more.
     """
@@ -355,8 +355,8 @@ class FakeFleet:
         self.snapshot_every = 3
         self.rebuilt: list[tuple[int, int]] = []
         self.new_runs = True
+        self.hopeless: Exception | None = None
         self.moves: dict[int, Process] = {}
-        self.homeless: dict[int, Process] = {}
         self.killed: list[Process] = []
         self.ended: str = ""
         self.uses_store = self.copies = False
@@ -502,11 +502,12 @@ class FakeFleet:
     def spread(self) -> list[Worker]:
         return self._move(self.moves)
 
-    def check_started(self) -> list[Worker]:
+    def check_started(self) -> None:
         for process in self.hosts:
             if process.is_dead and process.address is None and not process.lost:
                 raise ProcessLost(process, RuntimeError("as planned"))  # type: ignore[arg-type]
-        return self._move(self.homeless)
+        if self.hopeless is not None:
+            raise self.hopeless
 
     def _move(self, moves: dict[int, Process]) -> list[Worker]:
         moved = []

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import ray
 import ray.util.client
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.exceptions import RayActorError
 
 from documents import ROOT
@@ -84,7 +85,7 @@ def test_all_names_that_the_file_uses_are_listed_and_used():
     (table,) = (n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "COSTS")
     outside = [node for statement in tree.body if statement is not table for node in ast.walk(statement)]
     texts = {node.value for node in outside if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+[./(])?_(?!_)\w[\w./()]*", text)}
+    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+[./(])?_(?!_)\w[\w./()]*|core\.[\w.]+", text)}
     arguments = {text for text in texts if re.fullmatch(r"[\w.]+\(\w+\)", text)}
     assert private | arguments == set(COSTS)
     chains = {ast.unparse(node) for node in outside if isinstance(node, ast.Attribute)}
@@ -174,21 +175,47 @@ def test_a_connection_that_ends_meanwhile_is_none():
     assert _compat_ray.connection_of(module) is None
 
 
-def test_what_is_not_known_of_actors_nodes_and_the_cluster_is_no():
-    actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "1"))
-    state = SimpleNamespace(
-        actors=lambda _: {"Pid": 3},
-        state=SimpleNamespace(get_draining_nodes=lambda: {NODE: 7}, get_max_resources_from_cluster_config=lambda: {}),
+def test_what_is_not_known_of_nodes_is_no():
+    whole = SimpleNamespace(
+        _private=SimpleNamespace(state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=lambda: {NODE: 7})))
     )
-    whole = SimpleNamespace(_private=SimpleNamespace(state=state))
-    assert _compat_ray.has_process(whole, actor)
-    assert not _compat_ray.has_process(whole, SimpleNamespace())
-    assert not _compat_ray.has_process(Changed(whole, "_private.state.actors"), actor)
     assert _compat_ray.draining_nodes(whole) == {NODE: 7}
     assert _compat_ray.draining_nodes(Changed(whole, "_private.state.state.get_draining_nodes")) == {}
-    assert _compat_ray.may_autoscale(whole)
-    lacking = Changed(whole, "_private.state.state.get_max_resources_from_cluster_config")
-    assert not _compat_ray.may_autoscale(lacking)
+
+
+def answering(ray, **answers):
+    """Ray, connected to a GCS with such methods."""
+    return Changed(ray, "_private.worker.global_worker.gcs_client", SimpleNamespace(**answers))
+
+
+STATUS = {"get_cluster_status": lambda timeout_s: REPLY.SerializeToString()}
+REPORT = {"internal_kv_get": lambda key, namespace, timeout: b'{"time": 7}' if key == b"__autoscaling_status" else None}
+REPLY = GetClusterStatusReply()
+REPLY.cluster_resource_state.cluster_session_name = "as planned"
+
+
+def test_the_cluster_is_what_the_gcs_and_the_autoscaler_say():
+    reply, report = _compat_ray.cluster_status(answering(ray, **STATUS, **REPORT), 1.0)
+    assert reply == REPLY
+    assert report == {"time": 7}
+    none = {"internal_kv_get": lambda key, namespace, timeout: None}
+    assert _compat_ray.cluster_status(answering(ray, **STATUS, **none), 1.0) == (REPLY, {})
+    without_key = without("_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
+    assert _compat_ray.cluster_status(answering(without_key, **STATUS, **REPORT), 1.0) == (REPLY, {})
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        lambda: answering(ray, **STATUS),
+        lambda: answering(ray, **REPORT),
+        lambda: without("_private.worker.global_worker.gcs_client"),
+        lambda: answering(without("core.generated.autoscaler_pb2.GetClusterStatusReply"), **STATUS, **REPORT),
+    ],
+    ids=["report", "status", "client", "reply"],
+)
+def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking):
+    assert _compat_ray.cluster_status(lacking(), 1.0) is None
 
 
 def test_what_is_only_comfort_is_left_out():

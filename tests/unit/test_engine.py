@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -683,23 +682,16 @@ def test_where_a_line_is_refused_the_workers_begin_again_over_another_channel(be
 
 
 @pytest.mark.parametrize("pin", [None, lambda batch: batch], ids=["alone", "with a thread that works ahead"])
-def test_workers_whose_process_found_no_place_are_moved(begin, monkeypatch, pin):
+def test_a_process_that_waits_for_a_place_in_vain_is_an_error(begin, monkeypatch, pin):
     epoch = begin(pin=pin).open()
     epoch.fleet.works = False
     epoch.await_one()
     epoch.fleet.new_runs = False
     epoch.fleet.process(0).dies()
-    limit = time.monotonic() + HANG_LIMIT
-    while epoch.fleet.process(0) is not epoch.fleet.process(1):
-        assert time.monotonic() < limit
-        while epoch.schedule.deliverable:  # what was built before
-            epoch.take()
-        epoch.fleet.homeless = {0: epoch.fleet.process(1)}
-        monkeypatch.setattr(AheadThread, "wait", lambda self, timeout: True)  # it has waited, and nothing has come
-        epoch.await_one()
-        monkeypatch.undo()
-    epoch.fleet.works = True
-    assert epoch.take_all() == expected(12)
+    epoch.fleet.hopeless = WorkerStartError("as planned")
+    monkeypatch.setattr(AheadThread, "wait", lambda self, timeout: False)  # it has waited, and nothing has come
+    with pytest.raises(WorkerStartError, match="as planned"):
+        epoch.take_all()  # what was built before comes first
 
 
 # ---- timeouts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 
 from rayloader import WorkerStartError
 from rayloader.actors import actors as actors_module
-from rayloader.actors import pool, session
+from rayloader.actors import pool
 from rayloader.actors.actors import Actors
 from rayloader.epoch import hosts
 from rayloader.errors import own_notes
@@ -20,7 +19,6 @@ from rayloader.protocol import Replica
 from rayloader.resume.journal import Journal
 from rayloader.workers.connection import NONE_YET, Channel, NeverStarts, ProcessLost
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet, Worker
-from rayloader.workers.processes import Verdict
 
 
 class Address:
@@ -46,7 +44,6 @@ class Process:
         self.tells_start = True
         self.answer: Any = NONE_YET
         self.placed = self.lost = self.vanished = False
-        self.asked = 0  # how often Ray was asked for its place
         self.options = {"num_cpus": 1}
         self.no_line = ""
         self.calls = 0
@@ -69,10 +66,6 @@ class Process:
 
     def hosts(self, image: Any) -> bool:
         return self.hosted is not None and self.hosted[0] == image.address.name
-
-    def is_placed(self) -> bool:
-        self.asked += 1
-        return self.placed
 
     def has_started(self) -> bool:
         if isinstance(self.answer, NeverStarts):
@@ -128,7 +121,7 @@ class World:
         for worker in self.fleet.workers:
             worker.away = False
         self.open: set[Any] = {*processes}
-        self.verdicts: list[Verdict] = []  # to come; then it is to wait
+        self.hopeless = False  # there is no room for those that wait
         self.told: list[list[Process]] = []  # who is waited for
         self.without_lines: set[tuple[str, str]] = set()
 
@@ -177,17 +170,15 @@ class World:
     def kill(self, process: Process) -> None:
         self.killed.append(process)
 
-    def verdict(self, pending: list[Process], remote_args: object, *, others: bool) -> Verdict:
-        return self.verdicts.pop(0) if self.verdicts else Verdict.WAIT
+    def check_pending(self, pending: list[Process], of: int) -> None:
+        if self.hopeless:
+            raise WorkerStartError(f"{len(pending)} of {of}")
+
+    def lacking(self, pending: list[Process]) -> int:
+        return sum(not process.placed for process in pending)
 
     def tell(self, pending: list[Process], count: int) -> None:
         self.told.append(pending)
-
-    def gave_up(self, pending: list[Process], count: int) -> None:
-        pass
-
-    def error(self, pending: list[Process], count: int) -> Exception:
-        return WorkerStartError(f"{len(pending)} of {count}")
 
     def later(self, job: object) -> None:
         pass
@@ -277,7 +268,6 @@ def test_where_nobody_stays_the_processes_work_on(nodes: tuple[str, ...]) -> Non
     for _ in range(3):
         assert world.spread() == []
     assert world.hosts() == before
-    assert [process.asked for process in world.new] == [0] * len(nodes), "a call to Ray for each batch"
 
 
 def test_who_comes_to_a_node_that_is_drained_by_then_moves_on() -> None:
@@ -371,57 +361,28 @@ def waiting(*nodes: str | None) -> World:
     return world
 
 
-def test_while_there_is_hope_they_are_waited_for_and_that_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_there_is_hope_they_are_waited_for_and_that_is_told_once() -> None:
     world = waiting("here", None)
     _, missing = before = world.hosts()
-    assert world.fleet.check_started() == []
+    world.fleet.check_started()
     assert world.told == [], "not at once"
     world.actors._notice_at = 0.0
     for _ in range(3):
-        assert world.fleet.check_started() == []
+        world.fleet.check_started()
     assert world.told == [[missing]]
     assert world.hosts() == before
 
 
 def test_where_all_have_come_nothing_is_asked() -> None:
     world = waiting("here", "a")
-    world.verdicts = [Verdict.GIVE_UP]
-    assert world.fleet.check_started() == []
-    assert world.verdicts, "a call to Ray for nothing"
+    world.hopeless = True
+    world.fleet.check_started()
 
 
-def test_those_that_find_no_cpu_are_asked_for_again_without_one_but_not_those_that_have_a_place() -> None:
-    world = waiting("here", None, None)
-    here, placed, missing = world.hosts()
-    placed.placed = True
-    world.verdicts = [Verdict.SHARE_CPUS]
-    moved = world.fleet.check_started()
-    (new,) = world.new
-    assert [worker.worker_id for worker in moved] == [2]
-    assert world.hosts() == [here, placed, new]
-    assert world.killed == [missing]
-    assert all(worker.away for worker in moved)
-
-
-def test_where_there_is_no_room_those_that_have_come_host_the_workers_of_the_others_until_these_come() -> None:
+def test_where_there_is_no_room_for_one_it_is_an_error_also_if_others_have_come() -> None:
     world = waiting("here", None)
-    here, missing = world.hosts()
-    world.verdicts = [Verdict.GIVE_UP]
-    (moved,) = world.fleet.check_started()
-    assert moved.worker_id == 1
-    assert world.hosts() == [here, here]
-    assert not world.killed, "it is still wanted"
-    moved.away = False
-    missing.comes("b")
-    assert world.fleet.may_spread
-    assert world.spread() == [1]
-    assert world.hosts() == [here, missing]
-
-
-def test_where_nobody_has_come_and_there_is_no_room_it_is_an_error() -> None:
-    world = waiting(None, None)
-    world.verdicts = [Verdict.GIVE_UP]
-    with pytest.raises(WorkerStartError, match="2 of 2"):
+    world.hopeless = True
+    with pytest.raises(WorkerStartError, match="1 of 2"):
         world.fleet.check_started()
 
 
@@ -433,7 +394,8 @@ def test_one_that_cannot_start_is_lost() -> None:
         world.fleet.check_started()
     assert caught.value.process is missing
     world.fleet.lose(missing)
-    assert world.fleet.check_started() == [], "nobody waits for it any more"
+    world.hopeless = True
+    world.fleet.check_started()  # nobody waits for it any more
 
 
 # ---- to begin, and to begin again
@@ -448,7 +410,6 @@ def somewhere(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         stored.append(content)
         return f"object {len(stored)}"
 
-    monkeypatch.setattr(actors_module, "all_see_us", lambda: False)
     monkeypatch.setattr(actors_module.ray, "put", put)
     monkeypatch.setattr(actors_module.session, "node_id", lambda: "here")  # it would start a Ray
     return stored
@@ -535,43 +496,15 @@ def test_where_a_line_is_refused_its_workers_begin_again_and_it_is_told_once_for
 # ---- a dataset that cannot be sent
 
 
-@pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Gives what `hosts` lends for such a dataset, or its error, and what is kept of the loader."""
-
-    def lend(*, needs_actors: bool, one_node: bool) -> tuple[Any, hosts.Kept]:
-        world, kept = World(), hosts.Kept()
-        monkeypatch.setattr(pool, "get_pool", lambda: world)
-        monkeypatch.setattr(session, "is_on_one_node", lambda: one_node)
-        options: Any = SimpleNamespace(
-            needs_actors=needs_actors, fresh_processes=True, ray_remote_args={}, uses_lines=True
-        )
-        loader = SimpleNamespace(label="its name")
-        try:
-            fleet: Any = hosts._actors(loader, Replica(threading.Lock(), list, None, {}), options, kept, 2, None)
-        except TypeError as error:
-            fleet = error
-        assert len(world.new) == len(world.killed) == 2, "they were to start meanwhile"
-        return fleet, kept
-
-    return lend
-
-
-def test_a_dataset_that_ray_cannot_send_is_for_forks(lent: Any, caplog: pytest.LogCaptureFixture) -> None:
-    hosts._tell_of_forks.cache_clear()
-    with caplog.at_level(logging.INFO, "rayloader"):
-        for _ in range(2):
-            fleet, kept = lent(needs_actors=False, one_node=True)
-            assert (fleet, kept.forks) == (None, True)
-    assert len(caplog.messages) == 1
-    assert "It cannot be sent to the workers: dataset: _thread.lock" in caplog.text
-
-
-@pytest.mark.parametrize(("needs_actors", "one_node"), [(True, True), (False, False)], ids=["asked for", "other nodes"])
-def test_a_dataset_that_ray_cannot_send_is_an_error_where_actors_must_build(
-    lent: Any, needs_actors: bool, one_node: bool
+def test_a_dataset_that_ray_cannot_send_is_an_error_that_names_the_part_and_forks(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    error, kept = lent(needs_actors=needs_actors, one_node=one_node)
-    assert not kept.forks
-    assert [note.partition(":")[0] for note in error.__notes__][:1] == ["It cannot be sent to the workers"]
-    assert 'use workers="fork"' in own_notes(error)[-1]
+    world = World()
+    monkeypatch.setattr(pool, "get_pool", lambda: world)
+    options: Any = SimpleNamespace(fresh_processes=True, ray_remote_args={}, uses_lines=True)
+    replica = Replica(threading.Lock(), list, None, {})
+    with pytest.raises(TypeError) as caught:
+        hosts._actors(SimpleNamespace(label="its name"), replica, options, hosts.Kept(), 2, None)
+    assert len(world.new) == len(world.killed) == 2, "they were to start meanwhile"
+    assert caught.value.__notes__[0].startswith("It cannot be sent to the workers: dataset: _thread.lock")
+    assert 'use workers="fork"' in own_notes(caught.value)[-1]
