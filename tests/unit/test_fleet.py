@@ -416,7 +416,7 @@ def somewhere(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def with_image(world: World, name: str = "image") -> None:
-    image: Any = SimpleNamespace(address=SimpleNamespace(name=name), contents=lambda: [b"content"])
+    image: Any = SimpleNamespace(address=SimpleNamespace(name=name), content=lambda: b"content")
     world.actors.replica, world.actors._lines = (image, []), False
     for worker in world.fleet.workers:
         worker.away = True
@@ -430,7 +430,7 @@ def test_those_that_have_come_begin_and_the_others_are_awaited(somewhere: list[o
     third.lost = True
     assert [worker.worker_id for worker in world.fleet.revive()] == [0]
     assert world.fleet.awaited == [missing]
-    assert not first.started[0].contents
+    assert not first.started[0].content
     assert world.fleet.revive() == []
     missing.comes("here")
     assert [worker.worker_id for worker in world.fleet.revive()] == [1]
@@ -445,7 +445,7 @@ def test_one_process_of_each_other_node_has_the_image_for_all_there(somewhere: l
     here, first, second, other, third = world.hosts()
     sources = [process.started[0] for process in world.hosts()]
     assert len(somewhere) == 1, "the content went into the store once"
-    assert (sources[0].contents, sources[0].hosted) == (None, None)
+    assert (sources[0].content, sources[0].hosted) == (None, None)
     assert [process.hosted is not None for process in (here, first, second, other, third)] == [
         False,
         True,
@@ -454,7 +454,7 @@ def test_one_process_of_each_other_node_has_the_image_for_all_there(somewhere: l
         False,
     ]
     for source, host in ((1, first), (2, first), (4, first), (3, other)):
-        assert sources[source].contents == ["object 1"]
+        assert sources[source].content == ["object 1"]
         assert sources[source].hosted == [host.hosted[1].ref]
 
 
@@ -467,7 +467,7 @@ def test_an_image_that_a_node_has_is_not_sent_again(somewhere: list[object]) -> 
     first, second = world.hosts()
     assert len(somewhere) == 1
     for process in (first, second):
-        assert process.started[1].contents == [None]
+        assert process.started[1].content == [None]
         assert process.started[1].hosted == [first.hosted[1].ref]
     with_image(world, "another")
     world.fleet.revive()
