@@ -97,7 +97,7 @@ def _actors(
     from rayloader.transport.mapped import Mappings
 
     pool = get_pool()
-    actors = Actors(pool, loader, options, loader.label, accelerator)
+    actors = Actors(pool, loader, options, loader._label, accelerator)
     fleet = Fleet(actors, accelerator)
     try:
         fresh = options.fresh_processes

@@ -160,7 +160,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._skips = skips  # what it skips in place of the loader's `skip_steps`
         self._options = Options.of(loader)  # before torch draws anything
         self._target = target_of(self._options.device)
-        log = None if skips is not None else loader.opened_log()  # what is built again was logged before
+        log = None if skips is not None else loader._opened_log()  # what is built again was logged before
         self._task: Task | None = None  # whose batch `_next_data` has just returned
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = None, num_workers  # torch's number: the batches depend on it
@@ -342,7 +342,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             setups = [
                 Setup(
                     worker_id=worker_id,
-                    name=loader.label,
+                    name=loader._label,
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
                     seed_batches=self._options.seeds_batches,

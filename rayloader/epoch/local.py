@@ -57,7 +57,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def __init__(self, loader: Any, state: State | None, skips: NothingSkipped | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = target_of(self._options.device)
-        log = None if skips is not None else loader.opened_log()  # what is built again was logged before
+        log = None if skips is not None else loader._opened_log()  # what is built again was logged before
         saved, _ = goes_on(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
         earlier = loader._position

@@ -45,9 +45,9 @@ class Adopted:
         own: rayloader's own arguments; defaults for those that are missing.
     """
 
-    label = DataLoader.label
-    live_iterator = DataLoader.live_iterator
-    opened_log = DataLoader.opened_log
+    _label = DataLoader._label
+    _live_iterator = DataLoader._live_iterator
+    _opened_log = DataLoader._opened_log
     __slots__ = (
         "__weakref__",
         "_dataset_epoch",

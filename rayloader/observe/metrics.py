@@ -92,7 +92,7 @@ class Metrics:
         with self._lock:
             if any(one.loader() is loader for one in self._reported):
                 return False
-            self._reported += (_Reported(loader.label, loader._recorder, weakref.ref(loader)),)
+            self._reported += (_Reported(loader._label, loader._recorder, weakref.ref(loader)),)
         return True
 
     def tell(self, *, at_once: bool = False) -> float | None:
@@ -154,7 +154,7 @@ class _Reported:
     def gauges(self) -> list[float]:
         """The values of `GAUGES`."""
         loader = self.loader()
-        iterator = loader.live_iterator if loader is not None else None
+        iterator = loader._live_iterator if loader is not None else None
         if iterator is None:
             return [0.0] * len(GAUGES)
         return [self.recorder.latest.processes, iterator.bytes_under_way, iterator.bytes_held]

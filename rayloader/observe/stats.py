@@ -11,6 +11,8 @@ import statistics
 import textwrap
 from dataclasses import dataclass
 
+__all__ = ["CacheStats", "LoaderStats", "Period", "SlowBatch", "Times", "WorkerStats"]
+
 # How many workers the text describes one by one.
 SHOWN_WORKERS = 16
 # Longer lines are wrapped.

@@ -140,7 +140,7 @@ os.register_at_fork(after_in_child=_leave_after_fork)
 
 
 def opened(loader: Any) -> Rows:
-    """The log of a new iterator of the loader; see `DataLoader.opened_log`."""
+    """The log of a new iterator of the loader; see `DataLoader._opened_log`."""
     path = _path_of(loader)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -164,10 +164,10 @@ def log_of(loader: Any, path: str | os.PathLike[str] | None = None) -> Log:
     """The log of a loader, in its own file or in another, up to the last batch that was taken."""
     if path is not None:
         log = read(path)
-        return log.of_loader(loader.label) if len(log.loaders) > 1 else log
+        return log.of_loader(loader._label) if len(log.loaders) > 1 else log
     if loader._position is not None:
         loader._position.flush_log()
-    return read(_path_of(loader)).of_loader(loader.label)
+    return read(_path_of(loader)).of_loader(loader._label)
 
 
 def _path_of(loader: Any) -> Path:
@@ -175,7 +175,7 @@ def _path_of(loader: Any) -> Path:
     if not (given.endswith(os.sep) or os.path.isdir(given)):
         return Path(given)
     os.makedirs(given, exist_ok=True)
-    name = re.sub(r"[^\w.-]", "_", loader.label)
+    name = re.sub(r"[^\w.-]", "_", loader._label)
     rank = checkpoint.rank_of(loader)
     if rank is None and trains_in_a_group():
         rank = torch.distributed.get_rank()
@@ -220,7 +220,7 @@ class Rows:
         self._iteration, self._epoch, self._tally = os.urandom(6).hex(), position.epoch_of_run, tally
         begin = {
             "iteration": self._iteration,
-            "loader": loader.label,
+            "loader": loader._label,
             "epoch": self._epoch,
             "began": time.time(),
             "error": error,

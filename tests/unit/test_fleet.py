@@ -546,7 +546,7 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> Any:
         options: Any = SimpleNamespace(
             needs_actors=needs_actors, fresh_processes=True, ray_remote_args={}, uses_lines=True
         )
-        loader = SimpleNamespace(label="its name")
+        loader = SimpleNamespace(_label="its name")
         try:
             fleet: Any = hosts._actors(loader, Replica(threading.Lock(), list, None, {}), options, kept, 2, None)
         except TypeError as error:

@@ -45,13 +45,13 @@ class Loader:
     """As much of a loader as is asked here."""
 
     def __init__(self, label="train"):
-        self.label = label
+        self._label = label
         self._recorder = Recorder()
-        self.live_iterator = None
+        self._live_iterator = None
 
     def begin(self, processes=2):
-        self.live_iterator = SimpleNamespaceWithRef(bytes_under_way=30, bytes_held=4)
-        return self._recorder.begins(self.live_iterator, 2, processes)
+        self._live_iterator = SimpleNamespaceWithRef(bytes_under_way=30, bytes_held=4)
+        return self._recorder.begins(self._live_iterator, 2, processes)
 
 
 class SimpleNamespaceWithRef(SimpleNamespace):

@@ -76,7 +76,7 @@ def columns(log, *names):
 
 def written(path, *, label="", steps=range(5), flush=True):
     """The rows of an epoch that a loader's iterator has written."""
-    rows = log_writer.opened(SimpleNamespace(provenance=path, label=label))
+    rows = log_writer.opened(SimpleNamespace(provenance=path, _label=label))
     loader = DataLoader(Squares(), 2, name=label or None)
     rows.begin(loader, DataLoader(Squares())._position or position_of(loader), EMPTY)
     for step in steps:
