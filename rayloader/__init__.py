@@ -59,7 +59,7 @@ _PARTS = {
     "shared": "sharing.shares",
 }
 
-# Without ArrowDataset and ParquetStream: `import *` must not need pyarrow.
+# Without ArrowDataset and ParquetStream, which need pyarrow: `import *` and `dir()` must not.
 __all__ = [
     "BatchTimeoutError",
     "CacheError",
@@ -86,6 +86,7 @@ __all__ = [
     "cached",
     "get_shard_info",
     "init",
+    "lengths",
     "patch",
     "share",
     "shared",
@@ -111,4 +112,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "lengths"})  # who asks for all of these must not need pyarrow
+    return sorted({*globals(), *__all__})

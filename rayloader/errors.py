@@ -1,4 +1,4 @@
-"""The errors that rayloader itself raises, and the lines that tracebacks and warnings show of it.
+"""The errors that rayloader itself raises.
 
 Errors in the user's own code arrive as torch's loader raises them.
 
@@ -18,9 +18,10 @@ Errors in the user's own code arrive as torch's loader raises them.
         │   └── ConsumerDroppedError
         └── ReplicaError
             └── ReplicaMemoryError
-
-Also the one error where a version of another package lacks a private name that rayloader needs; see `_compat*.py`.
 """
+
+# Also here: what tracebacks and warnings show of rayloader, and the one error where a version of another package lacks
+# a private name that rayloader needs; see `_compat*.py`.
 
 from __future__ import annotations
 
@@ -34,6 +35,22 @@ import signal
 import warnings
 from collections.abc import Iterator
 from types import TracebackType
+
+__all__ = [
+    "BatchTimeoutError",
+    "CacheError",
+    "ConsumerDroppedError",
+    "RaySessionError",
+    "RayloaderError",
+    "ReplayError",
+    "ReplicaError",
+    "ReplicaMemoryError",
+    "ShareError",
+    "SkipLimitError",
+    "StateError",
+    "WorkerDiedError",
+    "WorkerStartError",
+]
 
 # Their lines tell the user nothing: this package, and torch's loader.
 _OURS = ("rayloader.", "torch.utils.data.")

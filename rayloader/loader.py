@@ -430,12 +430,12 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         return iterator
 
     @property
-    def label(self) -> str:
+    def _label(self) -> str:
         """The name by which this loader's workers are shown: its name, or else the class of its dataset."""
         return self.name if isinstance(self.name, str) and self.name else type(self.dataset).__name__
 
     @property
-    def live_iterator(self) -> Any:
+    def _live_iterator(self) -> Any:
         """The last iterator with workers, if it still exists."""
         return self._last_iterator() if self._last_iterator is not None else None
 
@@ -467,7 +467,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         from rayloader.observe.verdict import verdict
 
         epoch, recent, total, epochs = self._recorder.tell()
-        iterator = self.live_iterator
+        iterator = self._live_iterator
         stats = LoaderStats(
             num_workers=len(epoch.workers),
             epoch=epoch.period(),
@@ -512,7 +512,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             RayloaderError: this loader is being traced already.
             FileNotFoundError: the file's folder is missing.
         """
-        return self._recorder.traced(Path(path), f"rayloader: {self.label}")
+        return self._recorder.traced(Path(path), f"rayloader: {self._label}")
 
     def set_epoch(self, epoch: int) -> None:
         """Tells the sampler, the batch sampler and the dataset which epoch the next `iter()` begins.
@@ -562,7 +562,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             from rayloader.epoch.torchs import no_place
 
             raise no_place("can't be saved")
-        iterator = self.live_iterator
+        iterator = self._live_iterator
         if iterator is not None:
             iterator.tell_positions()
         return checkpoint.make_state(self, self._position, int(self.num_workers))

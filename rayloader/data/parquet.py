@@ -78,6 +78,9 @@ class ParquetStream(_DatasetOfAny):
         on_error: what becomes of a row group that cannot be read. "raise": it is an error, and the next `next()` goes
             on after it; "skip": it is a line in the log.
 
+    Attributes:
+        epoch: of which `iter()` gives the order; see `set_epoch`.
+
     Raises:
         TypeError: an argument, or a column, is of a wrong type.
         ValueError: an argument has a wrong value, or the files differ in their columns.

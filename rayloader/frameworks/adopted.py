@@ -45,7 +45,8 @@ class Adopted:
         own: rayloader's own arguments; defaults for those that are missing.
     """
 
-    label = DataLoader.label
+    _label = DataLoader._label
+    _live_iterator = DataLoader._live_iterator
     __slots__ = (
         "__weakref__",
         "_dataset_epoch",

@@ -32,7 +32,11 @@ _constructors: dict[type, tuple[Any, Any]] = {}  # of patched classes: the one b
 
 
 class Patch:
-    """A patch, in force until `remove` is called or the `with` block ends. Created by `patch`."""
+    """A patch, in force until `remove` is called or the `with` block ends. Created by `patch`.
+
+    Attributes:
+        defaults: the arguments that `patch` was given.
+    """
 
     def __init__(self, defaults: OwnArguments) -> None:
         self.defaults = defaults

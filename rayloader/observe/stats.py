@@ -12,6 +12,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+__all__ = ["CacheStats", "EpochTimes", "LoaderStats", "Period", "SlowBatch", "Times", "WorkerStats"]
+
 # Columns of the text, and of the names on its left.
 WIDTH, NAMES = 100, 12
 

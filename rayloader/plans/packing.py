@@ -92,7 +92,7 @@ class Packing(BatchPlan):
     @property
     def efficiency(self) -> float:
         """The tokens of this epoch's packs by their room: 1 without padding."""
-        made = self.batches()
+        made = self._batches_of(self.epoch)
         return float(made.tokens.sum() / made.room.sum())
 
     def _batches(self, epoch: int) -> Batches:
@@ -115,7 +115,7 @@ class Packing(BatchPlan):
         return Batches(take, bounds, held, held, np.broadcast_to(self.seq_len, len(held)))
 
     def _facts(self) -> Facts:
-        made, (steps, panels) = self.batches(), self._facts_of_steps()
+        made, (steps, panels) = self._batches_of(self.epoch), self._facts_of_steps()
         long = f"{self.too_many:,} longer than {self.seq_len:,} tokens"
         how = {"skip": "left out", "truncate": "cut off", "split": "split", "error": ""}[self.too_long]
         lines = {

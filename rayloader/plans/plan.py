@@ -174,7 +174,7 @@ class Steps(NamedTuple):
 class BatchPlan(Plan):
     """A batch sampler: the batches of a step cost nearly the same in all ranks."""
 
-    gives_batches = True
+    _gives_batches = True
 
     def __init__(self, seed: int, num_replicas: int, drop_last: bool) -> None:
         super().__init__(seed, num_replicas, drop_last)
@@ -185,11 +185,8 @@ class BatchPlan(Plan):
         """Itself: a batch sampler's sampler is where frameworks look for what they tell the epoch."""
         return self
 
-    def batches(self) -> Batches:
-        """The batches of this epoch, in no particular order."""
-        return self._batches_of(self.epoch)
-
     def _batches_of(self, epoch: int) -> Batches:
+        """The batches of an epoch, in no particular order."""
         return self._made.of(epoch, self._batches)
 
     def balance(self) -> Array:

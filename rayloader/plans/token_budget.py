@@ -78,7 +78,7 @@ class TokenBudget(BatchPlan):
     @property
     def padding(self) -> float:
         """The share of padding in the tokens of this epoch's batches, from 0 to 1."""
-        made = self.batches()
+        made = self._batches_of(self.epoch)
         return float(1 - made.tokens.sum() / made.room.sum())
 
     def _batches(self, epoch: int) -> Batches:
@@ -115,7 +115,7 @@ class TokenBudget(BatchPlan):
         return np.concatenate(begins)
 
     def _facts(self) -> Facts:
-        made, (steps, panels) = self.batches(), self._facts_of_steps()
+        made, (steps, panels) = self._batches_of(self.epoch), self._facts_of_steps()
         sizes = np.diff(made.bounds)
         lines = {
             "samples": f"{sizes.sum():,}"

@@ -129,12 +129,9 @@ class Planned(Sampler):  # type: ignore[type-arg]  # whose parameters are torch'
 
     It has `set_epoch`, and holds no random generator. The order may depend on the number of ranks, and its length is a
     multiple of that.
-
-    Attributes:
-        gives_batches: whether its items are lists of samples.
     """
 
-    gives_batches = False
+    _gives_batches = False  # whether its items are lists of samples
 
     def order_for(self, num_replicas: int) -> Sequence[Any]:
         """All items of this epoch; of these, rank `r` gets `[r::num_replicas]`."""
@@ -147,7 +144,7 @@ def check_plans(loader: Any) -> None:
         if type(sampler) is BatchSampler:
             check_batched(sampler.sampler)
     plan = _plan_of(loader.batch_sampler)
-    if plan is not None and not plan.gives_batches:
+    if plan is not None and not plan._gives_batches:
         raise ValueError(
             f"a {type(plan).__name__} gives samples, and batch_sampler must give batches; pass it as sampler=, with "
             "batch_size="
@@ -157,7 +154,7 @@ def check_plans(loader: Any) -> None:
 def check_batched(sampler: Any) -> None:
     """Raises ValueError if the items of which batches are to be made are batches already."""
     plan = _plan_of(sampler)
-    if plan is not None and plan.gives_batches:
+    if plan is not None and plan._gives_batches:
         raise ValueError(
             f"a {type(plan).__name__} gives whole batches, and a sampler with a batch_size must give samples; pass it "
             "as batch_sampler=, without batch_size"

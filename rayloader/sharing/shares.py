@@ -114,7 +114,12 @@ def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
 
 
 class SharedLoader:
-    """A loader that is shared; created by `share`. It may be passed to Ray's tasks and actors."""
+    """A loader that is shared; created by `share`. It may be passed to Ray's tasks and actors.
+
+    Attributes:
+        name: by which `shared` finds it.
+        consumers: how many it has.
+    """
 
     def __init__(self, producer: Any, name: str, consumers: int) -> None:
         self._producer = producer

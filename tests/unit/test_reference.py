@@ -1,0 +1,101 @@
+"""docs/api.md holds exactly what is public: the names in `__all__`, and what their classes offer.
+
+Sphinx builds the page, and is not needed here: the directives say what it shows.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+
+import pytest
+
+import rayloader
+from documents import ROOT
+
+PAGE = (ROOT / "docs" / "api.md").read_text()
+DIRECTIVE = re.compile(
+    r"^\.\. (currentmodule|autofunction|autoclass|automodule):: ([\w.]+).*\n((?:   :.*\n)*)", re.MULTILINE
+)
+PUBLIC_MODULES = ("rayloader", "rayloader.errors", "rayloader.observe.stats", "rayloader.plans")
+NEEDS_PYARROW = {"ArrowDataset", "ParquetStream"}  # why these are not in `__all__`
+
+
+def shown():
+    """What the page shows: the objects, each with the members that it lists; None: all of them."""
+    found, module = {}, None
+    for kind, name, options in DIRECTIVE.findall(PAGE):
+        members = re.search(r"^   :members:(.*)$", options, re.MULTILINE)
+        listed = [one.strip() for one in members[1].split(",")] if members and members[1].strip() else None
+        if kind == "currentmodule":
+            module = importlib.import_module(name)
+        elif kind == "automodule":
+            assert members
+            found.update(
+                (getattr(importlib.import_module(name), one), []) for one in importlib.import_module(name).__all__
+            )
+        else:
+            owner = getattr(module, name)
+            assert owner not in found, name
+            found[owner] = listed if members else []
+    return found
+
+
+SHOWN = shown()
+CLASSES = [one for one in SHOWN if inspect.isclass(one) and not issubclass(one, Exception)]
+
+
+def own_bases(kind):
+    return [base for base in kind.__mro__ if base.__module__.startswith("rayloader")]
+
+
+def offered(kind):
+    """What a class offers: its public attributes, without those that are arguments of its constructor."""
+    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {*()}
+    fields |= set(getattr(kind, "_fields", ()))
+    names = {name for base in own_bases(kind) for name in vars(base) if not name.startswith("_")} - fields
+    return names - inspect.signature(kind).parameters.keys(), fields
+
+
+def test_the_page_has_the_public_names_and_no_others():
+    public = [
+        getattr(module, name)
+        for module in map(importlib.import_module, PUBLIC_MODULES)
+        for name in {*module.__all__, *(NEEDS_PYARROW if module is rayloader else ())}
+    ]
+    assert sorted({one.__qualname__ for one in public}) == sorted(one.__qualname__ for one in SHOWN)
+    assert {*public} == SHOWN.keys()
+
+
+def test_what_the_package_gives_by_name_is_what_it_names():
+    assert {*rayloader._PARTS} - {*rayloader.__all__} == NEEDS_PYARROW
+    assert {*rayloader.errors.__all__} <= {*rayloader.__all__}
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_the_page_has_all_that_a_class_offers_and_nothing_else(kind):
+    members, fields = offered(kind)
+    listed = SHOWN[kind]
+    assert listed is None or {*listed} == members | fields
+    assert listed is None or len({*listed}) == len(listed)
+    assert all(inspect.getdoc(getattr(kind, name)) for name in members)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_attributes_of_objects_are_in_the_text_of_their_class(kind):
+    """As arguments, or as attributes."""
+    text = "\n".join(inspect.getdoc(base) or "" for base in own_bases(kind))
+    for base in own_bases(kind):
+        if dataclasses.is_dataclass(base):
+            continue  # whose fields have comments of their own
+        attributes = [node for node in ast.walk(ast.parse(inspect.getsource(base))) if isinstance(node, ast.Attribute)]
+        stored = {one.attr for one in attributes if isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == "self"}
+        names = {name for name in stored if not name.startswith("_")}
+        assert {name for name in names if not re.search(rf"^ +{name}: ", text, re.MULTILINE)} <= vars(base).keys()
+
+
+@pytest.mark.parametrize("text", [inspect.getdoc(one) for one in SHOWN] + [rayloader.errors.__doc__])
+def test_what_is_public_has_a_text_that_names_nothing_private(text):
+    assert text
+    assert not re.search(r"`_[a-z]\w*`|_compat", text)
