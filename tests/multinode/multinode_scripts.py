@@ -7,8 +7,11 @@ import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 from multinode_data import Calls, as_is, origin
+from multinode_waiting import wait_until
 from rayloader import DataLoader, shutdown
 
 
@@ -86,6 +89,37 @@ def shuts_down_and_goes_on():
     assert not ray.is_initialized(), "a live iterator started Ray again"
     third = facts(list(loader))
     return {**third, "earlier": [first, second], "message": message}
+
+
+def waits_for_nodes(address, folder, num_workers):
+    """The nodes come when this program's clock says that they have taken 90 s, and go when it has no more work."""
+    import ray
+
+    from rayloader.actors.placement import Placement
+
+    ray.init(address=address, log_to_driver=False)
+    come = Path(folder) / "come"
+    monotonic, check = time.monotonic, Placement.check
+    later, longest = 0.0, 0.0
+    time.monotonic = lambda: monotonic() + later
+
+    def look(placement, pending, of, waited):
+        nonlocal later, longest
+        longest = max(longest, waited)
+        check(placement, pending, of, waited)
+        if placement._cluster.status is not None and placement._cluster.status.coming:
+            if waited >= 90:
+                come.touch()
+            else:
+                later = 90.0
+
+    Placement.check = look
+    loader = load(int(num_workers), length=20)
+    found = facts(list(loader))
+    del loader
+    here = ray.get_runtime_context().get_node_id()
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1, "the nodes are given back", limit=300)
+    return {**found, "here": here, "waited": longest}
 
 
 def is_a_client():
