@@ -24,11 +24,10 @@ import rayloader.workers.fleet
 from inside import actors_of, live_actor_pids, lock_of
 from pretended import pretend_accelerator
 from probes import load
-from rayloader import DataLoader
+from rayloader import DataLoader, WorkerStartError
 from rayloader.actors.actor import ActorState, Lease, wait_for
 from rayloader.actors.image import Image
 from rayloader.actors.pool import get_pool
-from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -335,15 +334,13 @@ def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
     lease = Lease(print)
     (pending,) = pool.lend(lease, nowhere, 1, fresh=True)
     pending.created_at -= 1000
-    for news in ("started_at", "placed_at"):
-        for actor in pool.actors:
-            if actor is not pending:
-                actor.started_at = actor.placed_at = pending.created_at
-        assert pool.verdict([pending], nowhere, others=False) is Verdict.GIVE_UP
-        setattr(running, news, time.monotonic())
-        assert pool.verdict([pending], nowhere, others=False) is Verdict.WAIT, (
-            "an actor has got a place or started just now"
-        )
+    for actor in pool.actors:
+        if actor is not pending:
+            actor.started_at = pending.created_at
+    with pytest.raises(WorkerStartError, match="1 of 1 DataLoader workers"):
+        pool.check_pending([pending], 1)
+    running.started_at = time.monotonic()
+    pool.check_pending([pending], 1)
     pool.kill(pending)
     pool.wait()
 
