@@ -135,7 +135,9 @@ def end_idle_actors(keepers):
     keys = {key(loader.ray_remote_args or {}) for loader in keepers}
     if {actor.key for actor in pool.actors} - keys:
         loader_class = sys.modules["rayloader.loader"].DataLoader
-        keys |= {key(found.ray_remote_args or {}) for found in gc.get_objects() if issubclass(type(found), loader_class)}
+        keys |= {
+            key(found.ray_remote_args or {}) for found in gc.get_objects() if issubclass(type(found), loader_class)
+        }
     end_idle_actors_but(keys)
 
 
