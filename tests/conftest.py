@@ -123,7 +123,7 @@ def nothing_left():
     """After a test: no thread, descriptor, mapping or actor process of ours but those that were there before.
 
     While there are keepers, the actors of the process's pool stay warm for it, each with its arena, and the thread
-    that started Ray lives, and that of the janitor once there was a worker.
+    that started Ray lives, and those of the janitor and of questions to Ray once there was a worker.
     """
     threads, files, actors = our_threads(), our_files() if _files is None else _files, pool_pids()
     yield

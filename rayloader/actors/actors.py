@@ -195,7 +195,7 @@ class Actors(Processes):
         node_id, draining = process.address.node_id, self._pool.draining
         if not draining.is_late(node_id, at_last=False):
             return False
-        has_room = bool(coming) and not self._pool.placement.lacking(coming)
+        has_room = bool(coming) and self._pool.placement.lacking(coming) == 0
         return not has_room or draining.is_late(node_id, at_last=True)
 
     @override

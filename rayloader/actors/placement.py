@@ -29,8 +29,9 @@ START_TIMEOUT_S = 60.0
 # How long where it has its place, and Ray starts its process, or where an autoscaler starts nodes. These take minutes.
 LONG_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
-# When Ray is asked this long after an actor was created, the answer tells whether it has a place.
-REPORTED_S = 1.0
+# When Ray is asked this long after an actor was created, the answer tells whether it has a place. A node reports ten
+# times a second what it has no room for, but may be busy.
+REPORTED_S = 3.0
 # How much longer they wait for such an answer, before the error says that there is none.
 ANSWER_PATIENCE_S = INTERVAL_S + 2 * ASK_LIMIT_S
 # How long workers on a node that will leave wait for room elsewhere before others do their work.
@@ -98,21 +99,25 @@ class Placement:
         if status is not None and status.coming:
             self._nodes_came_at = now
         lacking = self.lacking(pending)
-        things_happen = not lacking or now - self._nodes_came_at <= START_TIMEOUT_S
+        things_happen = lacking == 0 or now - self._nodes_came_at <= START_TIMEOUT_S
         limit = LONG_START_TIMEOUT_S if things_happen else START_TIMEOUT_S
         if text := os.environ.get(START_TIMEOUT_VARIABLE):
             limit = _seconds(text)
         if waited >= limit and (self._is_current(pending) or waited >= limit + ANSWER_PATIENCE_S):
-            raise self._error(pending, of, lacking, limit)
+            raise self._error(pending, of, len(pending) if lacking is None else lacking, limit)
 
     def tell(self, pending: Sequence[Actor], of: int) -> None:
         """Logs what the program waits for: these actors, of so many."""
-        lacking = self.lacking(pending)
-        said = []
-        if lacking:
+        lacking, said = self.lacking(pending), []
+        if lacking != 0:
             why = room.in_words(self._cluster.status, pending[0].options)
-            said.append(f"Ray has found no room for {lacking} of them so far: {why}")
-        if starting := len(pending) - lacking:
+            known = (
+                "not said yet whether there is room"
+                if lacking is None
+                else f"found no room for {lacking} of them so far"
+            )
+            said.append(f"Ray has {known}: {why}")
+        if lacking is not None and (starting := len(pending) - lacking):
             said.append(f"{starting} of them have their place: Ray is starting these processes, and they import torch")
         logger.warning("rayloader: waiting for %d of %d worker processes. %s", len(pending), of, ". ".join(said))
 
@@ -121,14 +126,14 @@ class Placement:
         status = self._cluster.status
         return status is not None and status.at >= max(actor.created_at for actor in pending) + REPORTED_S
 
-    def lacking(self, pending: Sequence[Actor]) -> int:
-        """How many of these actors, which have not started, have no place. Without a current answer, all."""
+    def lacking(self, pending: Sequence[Actor]) -> int | None:
+        """How many of these actors, which have not started, have no place; None if Ray has not said it yet."""
         options, status = pending[0].options, self._cluster.status
         needs = room.demand(options)
         if not needs and not options.get("label_selector"):
             return 0
         if status is None or status.demand is None or not self._is_current(pending):
-            return len(pending)
+            return None
         told = sum(count for one, count in status.demand if room.is_like(one, needs))
         unknown = [actor for actor in pending if actor.had_room is None]
         return min(len(unknown), told) + sum(actor.had_room is False for actor in pending)

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -27,7 +26,6 @@ from inside import kill_worker, pid_of, pid_of_zygote, set_timeout
 from latches import Gate
 from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
-from rayloader.epoch import hosts
 from rayloader.errors import own_notes
 from rayloader.workers import connection, zygote
 from test_scripts import FOLDER, finish
@@ -562,20 +560,17 @@ def test_what_forks_cannot_do(options, why):
             iter(load(Drawing(), **options))
 
 
-def test_in_a_program_that_uses_ray_a_dataset_that_ray_cannot_send_has_forks(ray_session, caplog):
-    caplog.set_level(logging.INFO, "rayloader")
-    hosts._tell_of_forks.cache_clear()
+def test_in_a_program_that_uses_ray_a_dataset_that_ray_cannot_send_is_an_error(ray_session):
     dataset = Drawing()
     with open(os.devnull) as dataset.file:
-        for _ in range(2):
-            loader = load(dataset, workers="auto")
-            assert [taken(loader), taken(loader)] == torchs("map-style", 2)
-        (told,) = [line for line in lines(caplog) if "the workers are forks" in line]
-        assert "dataset.file: _io.TextIOWrapper can't be sent to a worker" in told
-        for options in ({"workers": "ray"}, {"workers": "auto", "ray_remote_args": {"num_cpus": 0}}):
+        for options in ({"workers": "auto"}, {"workers": "ray"}, {"ray_remote_args": {"num_cpus": 0}}):
             with pytest.raises(TypeError, match="cannot pickle") as caught:
-                iter(load(dataset, **options))
-            assert 'use workers="fork"' in own_notes(caught.value)[-1]
+                iter(load(dataset, **{"workers": "auto", **options}))
+            named, *_, remedy = own_notes(caught.value)
+            assert "dataset.file: _io.TextIOWrapper can't be sent to a worker" in named
+            assert 'use workers="fork"' in remedy
+        loader = load(dataset, workers="fork")
+        assert [taken(loader), taken(loader)] == torchs("map-style", 2)
 
 
 def test_the_kind_of_workers_is_an_attribute_and_a_default_of_patch():

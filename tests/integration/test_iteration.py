@@ -259,6 +259,7 @@ def test_an_iterator_may_go_on_in_another_thread_and_end_there():
 
 def test_a_loader_inside_a_worker_of_another():
     def get(index):
+        rayloader.actors.lifetimes.GRACE_S = 0.0  # of this process, whose actors need not outlive the test
         inner = DataLoader(range(4), 2, num_workers=1, persistent_workers=index == 1)
         batches = [batch.tolist() for _ in range(2) for batch in inner]
         return index, batches, get_worker_info().id

@@ -121,14 +121,14 @@ def add_node(nodes):
 def run_script(nodes, tmp_path):
     """Runs a function of `multinode_scripts.py` in a process of its own; gives what it printed, as an object."""
 
-    def run(name, *arguments, returncode=0, **environment):
+    def run(name, *arguments, returncode=0, limit=SCRIPT_LIMIT, **environment):
         result = subprocess.run(
             [sys.executable, HERE / "multinode_scripts.py", name, *map(str, arguments)],
             env={**os.environ, **environment},
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=SCRIPT_LIMIT,
+            timeout=limit,
         )
         assert result.returncode == returncode, result.stderr
         return SimpleNamespace(**json.loads(result.stdout.splitlines()[-1]), stderr=result.stderr)

@@ -7,9 +7,15 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
+from pathlib import Path
 
 from multinode_data import Calls, as_is, origin
+from multinode_waiting import wait_until
 from rayloader import DataLoader, shutdown
+
+GCS_LIMIT = 45  # seconds for which Ray's GCS is away; if the loader waits for it, it goes on then, and the test fails
 
 
 def load(num_workers=1, length=6, **options):
@@ -86,6 +92,76 @@ def shuts_down_and_goes_on():
     assert not ray.is_initialized(), "a live iterator started Ray again"
     third = facts(list(loader))
     return {**third, "earlier": [first, second], "message": message}
+
+
+def waits_for_nodes(address, folder, num_workers):
+    """The nodes come when this program's clock says that they have taken 90 s, and go when it has no more work."""
+    import ray
+
+    from rayloader.actors.placement import Placement
+
+    ray.init(address=address, log_to_driver=False)
+    come = Path(folder) / "come"
+    monotonic, check = time.monotonic, Placement.check
+    later, longest = 0.0, 0.0
+    time.monotonic = lambda: monotonic() + later
+
+    def look(placement, pending, of, waited):
+        nonlocal later, longest
+        longest = max(longest, waited)
+        check(placement, pending, of, waited)
+        if placement._cluster.status is not None and placement._cluster.status.coming:
+            if waited >= 90:
+                come.touch()
+            else:
+                later = 90.0
+
+    Placement.check = look
+    loader = load(int(num_workers), length=20)
+    found = facts(list(loader))
+    del loader
+    here = ray.get_runtime_context().get_node_id()
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1, "the nodes are given back", limit=300)
+    return {**found, "here": here, "waited": longest}
+
+
+def works_without_the_gcs():
+    """Ray's GCS is stopped while epochs end, are broken off and begin, on this node and on another one."""
+    import psutil
+    import ray
+    from ray.cluster_utils import Cluster
+
+    import rayloader.actors.cluster
+    import rayloader.actors.placement
+
+    rayloader.actors.placement.INTERVAL_S = rayloader.actors.cluster.INTERVAL_S = 0.0  # whoever may ask, asks
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    (gcs,) = [one for one in psutil.Process().children(recursive=True) if one.name().startswith("gcs_server")]
+    loader = load(2, length=20)
+    seen = facts(list(loader))
+    iterator = iter(loader)
+    taken = [next(iterator) for _ in range(19)]
+    late = threading.Timer(GCS_LIMIT, gcs.resume)
+    late.start()
+    gcs.suspend()
+    try:
+        taken += list(iterator)  # the last batch, and the end
+        taken += list(loader)
+        for _ in loader:
+            break
+        iterator = iter(loader)
+        next(iterator)
+        del iterator
+        without = gcs.status() == psutil.STATUS_STOPPED
+    finally:
+        late.cancel()
+        gcs.resume()
+    shutdown()
+    ray.shutdown()
+    cluster.shutdown()
+    return {**seen, "number": len(taken), "same": {*map(tuple, taken)} <= {*map(tuple, taken[:2])}, "without": without}
 
 
 def is_a_client():

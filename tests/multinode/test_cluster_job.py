@@ -6,14 +6,9 @@ fetches into a folder of the test's: the other tests run with plain `ray`.
 """
 
 import json
-import os
 import re
-import shutil
-import signal
 import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,44 +17,22 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 
+from autoscaling import HEAD, configuration, environment_of, free_port, head_of, short_folder
 from multinode_waiting import START_LIMIT, wait_until
 
 pytestmark = [pytest.mark.multinode, pytest.mark.full]
 
 ROOT = Path(__file__).parents[2]
 CLUSTER: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-JOB_LIMIT, EXIT_LIMIT = 300, 60  # seconds; on expiry the test fails
-
-
-def free_port() -> int:
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        return int(any_port.getsockname()[1])
+JOB_LIMIT = 300  # seconds; on expiry the test fails
 
 
 def autoscaling(gcs_port: int) -> dict[str, Any]:
     """The file as Ray's autoscaler reads it, for nodes of which each is a raylet here."""
-    types = {FAKE_HEAD_NODE_TYPE if name == CLUSTER["head_node_type"] else name: kind for name, kind in small_types()}
-    lists = "initialization_commands setup_commands head_setup_commands worker_setup_commands cluster_synced_files"
-    lists += " head_start_ray_commands worker_start_ray_commands rsync_exclude rsync_filter"
-    return {
-        **{key: CLUSTER[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes")},
-        **{key: [] for key in lists.split()},
-        "provider": {
-            "type": "fake_multinode",
-            "head_node_id": FAKE_HEAD_NODE_ID,
-            "gcs_address": f"127.0.0.1:{gcs_port}",
-            "launch_multiple": True,
-        },
-        "head_node_type": FAKE_HEAD_NODE_TYPE,
-        "available_node_types": types,
-        "upscaling_speed": 1.0,
-        "auth": {},
-        "file_mounts": {},
-        "file_mounts_sync_continuously": False,
-    }
+    types = {HEAD if name == CLUSTER["head_node_type"] else name: kind for name, kind in small_types()}
+    kept = {key: CLUSTER[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes")}
+    return configuration(gcs_port, types, {}, **kept)
 
 
 def small_types() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -73,50 +46,29 @@ def small_types() -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def head(default_packages: Path) -> Iterator[SimpleNamespace]:
     """The running head: its ports, and the environment of whoever has the token."""
-    folder = Path(tempfile.mkdtemp(prefix="rl", dir="/tmp"))  # short: Ray puts sockets below it
-    gcs, dashboard = free_port(), free_port()
-    variables = dict(option.removeprefix("--env ").split("=") for option in CLUSTER["docker"]["run_options"])
-    environment = {
-        **{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
-        **variables,
-        "HOME": str(folder),  # where Ray looks for the token
-        "RAY_TMPDIR": str(folder),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(default_packages)]),
-    }
-    subprocess.run(["ray", "get-auth-token", "--generate"], env=environment, check=True, capture_output=True)
-    config = folder / "bootstrap.yaml"
-    config.write_text(json.dumps(autoscaling(gcs)))
-    replaced = {
-        "--port=6379": f"--port={gcs}",
-        "--object-manager-port=8076": "--node-ip-address=127.0.0.1",
-        "~/ray_bootstrap_config.yaml": str(config),
-        "ray start": "exec ray start",
-    }
-    command = CLUSTER["head_start_ray_commands"][-1]
-    for theirs, ours in replaced.items():
-        assert theirs in command
-        command = command.replace(theirs, ours)
-    command += f" --block --num-cpus=1 --dashboard-port={dashboard} --ray-client-server-port={free_port()}"
-    fake = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID}
-    fake |= {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID}
-    log = folder / "head.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            ["bash", "-c", f"{command}"], env={**environment, **fake}, stdout=output, stderr=output, cwd=folder
-        )
-    try:
-        wait_until(lambda: is_open(dashboard) or process.poll() is not None, "the dashboard listens", START_LIMIT)
-        assert process.poll() is None, log.read_text()
-        yield SimpleNamespace(dashboard=dashboard, environment=environment, process=process)
-    finally:
-        started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.send_signal(signal.SIGTERM)
-        process.wait(EXIT_LIMIT)
-        for left in psutil.wait_procs(started, timeout=5)[1]:
-            left.kill()
-        psutil.wait_procs(started, timeout=EXIT_LIMIT)
-        shutil.rmtree(folder, ignore_errors=True)
+    with short_folder() as folder:
+        gcs, dashboard = free_port(), free_port()
+        variables = dict(option.removeprefix("--env ").split("=") for option in CLUSTER["docker"]["run_options"])
+        home = {"HOME": str(folder)}  # where Ray looks for the token
+        environment = {**environment_of(folder, default_packages), **variables, **home}
+        subprocess.run(["ray", "get-auth-token", "--generate"], env=environment, check=True, capture_output=True)
+        config = folder / "bootstrap.yaml"
+        config.write_text(json.dumps(autoscaling(gcs)))
+        replaced = {
+            "--port=6379": f"--port={gcs}",
+            "--object-manager-port=8076": "--node-ip-address=127.0.0.1",
+            "~/ray_bootstrap_config.yaml": str(config),
+            "ray start": "exec ray start",
+        }
+        command = CLUSTER["head_start_ray_commands"][-1]
+        for theirs, ours in replaced.items():
+            assert theirs in command
+            command = command.replace(theirs, ours)
+        command += f" --block --num-cpus=1 --dashboard-port={dashboard} --ray-client-server-port={free_port()}"
+        with head_of(command, environment, folder) as process:
+            wait_until(lambda: is_open(dashboard) or process.poll() is not None, "the dashboard listens", START_LIMIT)
+            assert process.poll() is None, (folder / "head.log").read_text()
+            yield SimpleNamespace(dashboard=dashboard, environment=environment, process=process)
 
 
 def is_open(port: int) -> bool:

@@ -73,6 +73,15 @@ def test_a_program_that_shuts_down_and_goes_on(nodes, run_script):
     check_left(first, second, vars(result))
 
 
+def test_nothing_that_a_program_waits_for_asks_the_gcs(run_script):
+    """Whose processes run, on two nodes: it goes on while the GCS is away."""
+    result = run_script("works_without_the_gcs")
+    assert len(result.nodes) == 2
+    assert result.number == 40
+    assert result.same, "the same two processes"
+    assert result.without, "it has waited for the GCS"
+
+
 def test_ray_client_is_refused(monkeypatch):
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(RaySessionError, match=r"Ray Client \(ray://\).*ray job submit"):

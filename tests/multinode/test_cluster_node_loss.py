@@ -381,30 +381,6 @@ def is_alive(node):
 
 
 @pytest.mark.full
-def test_a_node_that_joins_takes_its_share(nodes, tmp_path, monkeypatch):
-    """Before there is room for the second worker the process of the first does its work."""
-    origins = Origins(tmp_path / "origins")
-    added = [one_more(nodes)]
-    try:
-        first = DataLoader(range(1), num_workers=1, **ONE_A_NODE)
-        assert list(first) == [[0]]  # its process is warm: the limit is for the other one
-        monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
-        iterator = iter(DataLoader(Calls(noting_where(origins), 200_000), None, num_workers=2, **ONE_A_NODE))
-        assert [next(iterator) for _ in range(20)] == list(range(20))
-        assert [node_id for _, node_id, _ in origins.read()] == [added[0].node_id] * 2
-        assert len({pid for *_, pid in origins.read()}) == 1
-        added.append(one_more(nodes))
-        for number, index in enumerate(iterator, 20):
-            assert index == number
-            if index % 100 == 0 and len(origins.read()) > 2:
-                break
-        assert [node_id for _, node_id, _ in origins.read()[2:]] == [added[1].node_id]
-        del iterator
-    finally:
-        remove_nodes(nodes, added)
-
-
-@pytest.mark.full
 def test_a_node_that_goes_between_epochs(doomed, nodes):
     """Its warm worker is replaced."""
     loader = DataLoader(

@@ -1,18 +1,17 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 
+import rayloader.actors.actors
 import rayloader.actors.placement
+import rayloader.actors.pool
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import START_LIMIT, wait_until
+from multinode_waiting import wait_until
 from rayloader import DataLoader, WorkerStartError
-from rayloader.actors.actor import Lease
 from rayloader.actors.pool import get_pool
-from rayloader.workers.processes import Verdict
 
 pytestmark = pytest.mark.multinode
 
@@ -44,8 +43,8 @@ def wait_for_free(expected, name="CPU"):
 
 @pytest.fixture
 def short_limit(monkeypatch):
-    """For workers that have no place."""
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
+    """For workers that have no place; those that have one may take their time."""
+    monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 1.0)
 
 
 # ---- CPUs
@@ -65,47 +64,32 @@ def test_each_worker_asks_for_a_cpu_where_there_are_enough(nodes, reference, gra
 
 
 @pytest.mark.full
-def test_more_workers_than_cpus_share_them_with_a_warning():
+@oversubscribed
+def test_more_workers_than_cpus_are_an_error_that_says_how_to_share_them(short_limit, recwarn):
+    with pytest.raises(WorkerStartError, match=r"^1 of 4 DataLoader workers found no place") as caught:
+        list(load(4))
+    for part in ("has CPU 0 free of 1", "has CPU 0 free of 2", 'share CPUs with ray_remote_args={"num_cpus": 0}'):
+        assert part in str(caught.value)
+    assert len({pid for _, pid in load(4, ray_remote_args={"num_cpus": 0})}) == 4
+    assert not [warning for warning in recwarn if "Ray cluster" in str(warning.message)]
+
+
+@pytest.mark.full
+def test_other_loaders_hold_the_cpus_of_their_workers(short_limit):
     training = load(2, length=8)
     iterator = begin(training)
     wait_for_free(1)
-    validation = load(2)
-    with pytest.warns(UserWarning, match=r"will create 2 worker processes, 4 with those.* is 3 \(the CPUs of the Ray"):
-        assert len(list(validation)) == 8
-    assert free() == 1, "they were to ask for none"
+    with pytest.raises(WorkerStartError, match=r"^1 of 2 DataLoader workers found no place"):
+        list(load(2))
     assert len(list(iterator)) == 6
 
 
-@pytest.mark.full
-@oversubscribed
-def test_one_loader_with_more_workers_than_cpus(recwarn):
-    assert len({pid for _, pid in load(4)}) == 4
-    assert [str(warning.message) for warning in recwarn if "the CPUs of the Ray cluster" in str(warning.message)]
-
-
-@pytest.mark.full
-@oversubscribed
-def test_the_cpu_of_the_actor_that_loads_is_not_to_be_had():
-    """Three CPUs, of which the trainer itself has one: its three workers share them instead of waiting for ever."""
-
-    def train():
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            return len({pid for _, pid in load(3)}), [str(warning.message) for warning in told]
-
-    class Trainer:
-        def train(self):
-            return train()
-
-    trainer = ray.remote(num_cpus=1)(Trainer).remote()
-    try:
-        number, told = ray.get(trainer.train.remote(), timeout=START_LIMIT)
-    finally:
-        ray.kill(trainer)
-    text = "is 2 (the CPUs of the Ray cluster, not counting the 1 that this process holds)"
-    assert number == 3
-    assert [text in warning for warning in told].count(True) == 1
-    wait_for_free(CPUS)
+def test_workers_of_a_live_iterator_are_kept(grace_ends):
+    loader = load(1, persistent_workers=True)
+    seen = set(loader)
+    grace_ends()
+    get_pool().wait()
+    assert set(loader) == seen
 
 
 @pytest.mark.full
@@ -122,23 +106,22 @@ def test_fractions_of_a_cpu_and_of_a_resource():
 @pytest.mark.parametrize(
     ("remote_args", "asked"),
     [
-        ({"num_cpus": 64}, "CPU 64"),
-        pytest.param({"resources": {"away": 5}}, "away 5", marks=pytest.mark.full),
-        ({"label_selector": {"place": "moon"}}, "moon"),
-        pytest.param({"resources": {"nowhere": 1}}, "nowhere 1", marks=pytest.mark.full),
-        pytest.param({"accelerator_type": "A100"}, "A100", marks=pytest.mark.full),
+        ({"num_cpus": 64}, ["CPU 64; ", "has CPU 1 in all", "has CPU 2 in all"]),
+        pytest.param({"resources": {"away": 5}}, ["away 5; ", "has away 4 in all"], marks=pytest.mark.full),
+        ({"label_selector": {"place": "moon"}}, ["moon", "2 nodes have other labels"]),
+        pytest.param({"resources": {"nowhere": 1}}, ["2 nodes have nowhere 0 in all"], marks=pytest.mark.full),
+        pytest.param({"accelerator_type": "A100"}, ["accelerator_type A100; 2 nodes have"], marks=pytest.mark.full),
+        pytest.param({"memory": 1 << 45}, ["memory 3.28e+04 GiB; "], marks=pytest.mark.full),
     ],
-    ids=["cpus", "resource", "label", "unknown resource", "accelerator"],
+    ids=["cpus", "resource", "label", "unknown resource", "accelerator", "memory"],
 )
 def test_workers_without_a_place_are_an_error_that_explains(remote_args, asked, short_limit):
     with pytest.raises(WorkerStartError) as caught:
         list(load(2, ray_remote_args=remote_args))
     text = str(caught.value)
-    assert text.startswith("2 of 2 DataLoader workers found no place in the Ray cluster within 1 s. Each asks for ")
-    assert asked in text
-    assert "free now: CPU 3 of 3, away 4 of 4, here 4 of 4," in text
-    for remedy in ("num_workers", 'ray_remote_args={"num_cpus": 0}', "RAYLOADER_START_TIMEOUT"):
-        assert remedy in text
+    assert text.startswith("2 of 2 DataLoader workers found no place in the Ray cluster within 1 s: each asks for ")
+    for part in (*asked, 'ray_remote_args={"num_cpus": 0}', "RAYLOADER_START_TIMEOUT"):
+        assert part in text
 
 
 def training_on_all_cpus():
@@ -158,60 +141,29 @@ def training_on_all_cpus():
 def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
     training = training_on_all_cpus()
     loader = load(1, ray_remote_args={"num_cpus": 1})
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
-    with pytest.raises(WorkerStartError, match="Each asks for CPU 1; free now: CPU 0 of 3"):
+    monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 1.0)
+    with pytest.raises(WorkerStartError, match=r"each asks for CPU 1; .*has CPU 0 free of 2"):
         list(loader)
     for actor in training:
         ray.kill(actor)
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "20")
+    monkeypatch.undo()
     assert len(list(loader)) == 4
 
 
 @pytest.mark.full
-def test_cpus_that_others_have_and_keep_are_done_without(monkeypatch, caplog):
-    """Where the user's options name no number: the workers share CPUs, as torch's do, rather than fail."""
-    monkeypatch.setattr(rayloader.actors.placement, "CPU_PATIENCE_S", 1.0)
-
-    training = training_on_all_cpus()
-    try:
-        assert len({pid for _, pid in load(2)}) == 2
-    finally:
-        for actor in training:
-            ray.kill(actor)
-    assert ["ask for none from now on" in record.getMessage() for record in caplog.records] == [True]
-    rayloader.shutdown()  # the pool has learned it for good
-    wait_for_free(CPUS)
-
-
 @oversubscribed
-def test_cpus_that_slow_workers_of_our_own_hold_are_not_others(monkeypatch):
-    """As on a busy machine, where a process takes longer than the patience to import torch."""
-    for patience in ("CPU_PATIENCE_S", "ROOM_PATIENCE_S"):
-        monkeypatch.setattr(rayloader.actors.placement, patience, 0.0)
-    pool = get_pool()
-    lease = Lease(print)
-    actors = pool.lend(lease, {}, CPUS, fresh=True)
-    wait_until(lambda: all(actor.is_placed() for actor in actors) and free() == 0, "all have a place")
-    assert pool.verdict(actors, {}, others=False) is Verdict.WAIT
-    pool.end(lease, busy=False, reuse=False)
+def test_what_is_waited_for_is_told(monkeypatch, caplog):
+    """Two of three workers have a place: how many have none does not depend on how long the others take to start."""
+    monkeypatch.setattr(rayloader.actors.actors, "NOTICE_S", 6.0)  # by then Ray has said who has no place
+    monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 7.0)
+    keeper = ray.remote(num_cpus=1)(Calls).remote(origin, 1)
+    ray.get(keeper.__len__.remote())
+    with pytest.raises(WorkerStartError, match=r"^1 of 3 DataLoader workers"):
+        list(load(3))
+    ray.kill(keeper)
+    (told,) = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+    assert "Ray has found no room for 1 of them so far: each asks for CPU 1; " in told
     wait_for_free(CPUS)
-
-
-def test_a_worker_without_a_place_is_hosted_by_the_others(monkeypatch, caplog):
-    """One node has two CPUs, the other one."""
-    first = load(1, ray_remote_args={"num_cpus": 2})
-    assert len(list(first)) == 4  # its actor is warm: the limit is for the other one
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "1")
-    loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"num_cpus": 2})
-    for _ in range(2):
-        batches = list(loader)
-        assert [index for index, *_ in batches] == list(range(8))
-        assert len({pid for *_, pid in batches}) == 1
-    text = (
-        "1 of 2 worker processes found no place in the Ray cluster within 1 s; until there is room for them, their "
-        "work is done by the other 1"
-    )
-    assert [text in record.getMessage() for record in caplog.records] == [True, True]
 
 
 @pytest.mark.full
@@ -222,8 +174,8 @@ def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
         waiting = thread.submit(list, load(1, ray_remote_args={"resources": {"nowhere": 1}}))
         wait_until(lambda: set(get_pool().actors) - known, "the first loader has asked for its worker")
         list(load(1, ray_remote_args={"resources": {"away": 1}}))
-        monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "0.1")
-        with pytest.raises(WorkerStartError, match=r"Each asks for .*nowhere 1"):
+        monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 0.1)
+        with pytest.raises(WorkerStartError, match=r"each asks for .*nowhere 1"):
             waiting.result()
 
 
