@@ -333,7 +333,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 raise
             except BaseException as error:  # the user's exception, of any type
                 assert self._fleet is not None
-                add_note(error, self._engine.describe(task, getattr(data, "sample", "")))
+                add_note(error, engine.describe(task, getattr(data, "sample", "")))
                 self.position.handed = task
                 task.data = None
                 self._user_error = error
