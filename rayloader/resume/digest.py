@@ -94,10 +94,8 @@ def digest(batch: Any, encoded: Encoded | None = None) -> int:
         return zlib.crc32(type(batch).__qualname__.encode())
 
 
-def digest_of(batch: Any, error: BaseException | None = None) -> int:
-    """The checksum of a batch that no worker has built, or of the exception in its place, as a worker computes it."""
-    if error is not None:
-        return of_error(type(error))
+def digest_of(batch: Any) -> int:
+    """The checksum of a batch that no worker has built, as a worker computes it."""
     try:
         return digest(batch, encode(batch, known_classes=True, carry=carried()))
     except Exception:  # here it need not be picklable

@@ -132,16 +132,7 @@ def seed(number):
 
 
 plain = make
-by_batch = functools.partial(make, seeding="batch")
 raising = functools.partial(make, Raising)
-stream = functools.partial(make, Stream)
-
-
-def rescaled():
-    """A loader whose transform was changed since the run."""
-    dataset = Augmented()
-    dataset.scale = 2.0
-    return make(dataset)
 
 
 def of_nobody():
@@ -150,19 +141,3 @@ def of_nobody():
 
 
 LOADER = make(num_workers=0)
-
-
-class OfFiles(Augmented):
-    """Samples that are read from files."""
-
-    def __init__(self, folder):
-        self.paths = [str(Path(folder, f"{number}.txt")) for number in range(LENGTH)]
-
-    def __getitem__(self, index):
-        return float(Path(self.paths[index]).read_text())
-
-
-def change_files(folder):
-    """Makes the files, or others in their place."""
-    for number in range(LENGTH):
-        Path(folder, f"{number}.txt").write_text(str(random.random()))

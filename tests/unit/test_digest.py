@@ -5,7 +5,7 @@ import enum
 import pytest
 import torch
 
-from rayloader.resume.digest import digest, digest_of
+from rayloader.resume.digest import digest, digest_of, of_error
 
 LABELS = [-1, -2, 0, 1, True, False, 0.0, 1.0, None, "a", b"a", 2**61 - 1, 2**70]
 
@@ -27,5 +27,4 @@ def test_equal_batches_have_equal_digests(checksum, label):
 
 
 def test_an_exception_in_the_place_of_a_batch_counts_by_its_type():
-    assert digest_of(None, ValueError("one")) == digest_of(None, ValueError("another"))
-    assert digest_of(None, ValueError()) != digest_of(None, KeyError())
+    assert of_error(ValueError) != of_error(KeyError)

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "observe": {""},
     "plans": {"", "data", "host", "resume"},
     "random": {"", "transport"},
-    "replay": {"", "data", "epoch", "observe", "random", "resume", "transport"},
+    "replay": {"", "epoch", "random", "resume", "transport"},
     "resume": {"", "random", "transport"},
     "sharing": {"", "actors", "epoch", "gpu", "host", "random", "resume", "transport", "workers"},
     "transport": {""},
