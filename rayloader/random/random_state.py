@@ -16,6 +16,9 @@ from rayloader import _compat
 from rayloader.random.generator_kinds import same_state, set_state, state_of
 from rayloader.random.generators import Located
 
+# The largest seed that torch's loader draws. Programs make tensors of `torch.initial_seed()`, which hold no larger one.
+MOST_SEED = 2**63 - 1
+
 _Numpy = tuple[bytes, Any]  # memory of the MT19937 generator (empty if it is another one), its whole state
 
 
@@ -104,8 +107,8 @@ def seed_all(*key: int) -> None:
     """Seeds all three from a key of non-negative numbers, such as (base seed, epoch, batch)."""
     sequence = np.random.SeedSequence(key)
     first, second, *words = (int(word) for word in sequence.generate_state(6))
-    random.seed(first << 32 | second)
-    seed_torch(second << 32 | first)
+    random.seed((first << 32 | second) & MOST_SEED)
+    seed_torch((second << 32 | first) & MOST_SEED)
     np.random.seed(words)
 
 

@@ -44,7 +44,9 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Step, Task
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 15
+FORMAT, VERSION = "rayloader", 16
+# What a state of an earlier version would continue otherwise, by the version that has changed it.
+CHANGED = {16: 'seeding="batch" draws other random numbers'}
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 _TORCHDATAS = {"_snapshot", "_sampler_iter_yielded"}  # of which the states of torchdata's loader have one
@@ -343,10 +345,11 @@ class State(NamedTuple):
             )
         if not isinstance(packed, dict) or packed.get("format") != FORMAT:
             raise StateError(f"this is not a state of a rayloader.DataLoader: {reprlib.repr(packed)}")
-        if packed.get("version") != VERSION:
+        if (version := packed.get("version")) != VERSION:
+            since = [what for number, what in CHANGED.items() if isinstance(version, int) and version < number]
+            why = f", in which {', '.join(since)}" if since else ""
             raise StateError(
-                f"the state has version {packed.get('version')!r}, this rayloader reads {VERSION}; use the one that "
-                "wrote it"
+                f"the state has version {version!r}, this rayloader reads {VERSION}{why}; use the one that wrote it"
             )
         if missing := sorted({*cls._fields, TAKEN} - packed.keys()):
             raise StateError(

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from latches import Gate
 from probes import Calls, Stream, as_is, load, oversubscribed
@@ -43,6 +43,20 @@ def test_every_batch_and_epoch_has_numbers_of_its_own():
         ]
         assert len(set(drawn)) == len(drawn) == 2 * 12 * 3
     assert batches(2, seed=8) != batches(2, seed=7)
+
+
+def seeds(index):
+    return torch.initial_seed(), get_worker_info().seed if get_worker_info() else 0
+
+
+@pytest.mark.parametrize("seeding", ["worker", "batch"])
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "fork"}, {"workers": "ray"}])
+def test_samples_may_hold_the_seeds(options, seeding):
+    torch.manual_seed(3)
+    loader = DataLoader(Calls(seeds, 16), 1, seeding=seeding, **{"num_workers": 2, **options})
+    for initial, of_worker in loader:
+        assert 0 <= initial.item() < 2**63
+        assert 0 <= of_worker.item() < 2**63
 
 
 def test_persistent_workers_that_were_broken_off_go_on_in_step():

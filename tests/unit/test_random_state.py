@@ -12,7 +12,7 @@ import torch
 
 from rayloader.random.generator_kinds import same_state, set_state, state_of
 from rayloader.random.packed import pack, unpack
-from rayloader.random.random_state import RandomState, seed_torch
+from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.random.search import search
 
 
@@ -165,6 +165,18 @@ def test_a_packed_state_goes_through_a_file_whatever_its_size(count):
     assert unpacked.torch == state.torch
     assert unpacked.others[0].tolist() == list(range(count))
     assert unpacked.others[1] == b"\xff" * count
+
+
+def test_seeds_of_batches_are_in_the_range_of_torchs(monkeypatch):
+    pythons, numpys = [], []
+    monkeypatch.setattr(random, "seed", pythons.append)
+    monkeypatch.setattr(np.random, "seed", numpys.append)
+    torchs = [seed_all(2**63 - 1, 0, task) or torch.initial_seed() for task in range(64)]
+    for seeds in torchs, pythons:
+        assert len(set(seeds)) == 64
+        assert all(0 <= seed < 2**63 for seed in seeds)
+        torch.tensor(seeds)
+    assert all(0 <= word < 2**32 for words in numpys for word in words)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])

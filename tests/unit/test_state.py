@@ -33,6 +33,7 @@ from rayloader.resume.state import (
 )
 from rayloader.task import Task
 from rayloader.transport import codec
+from states import saved
 
 OWN = b"\x80\x05]K\x07a."  # [7], pickled
 
@@ -179,3 +180,10 @@ def test_a_part_is_made_again_where_it_is_made_of_something_else():
     for source in (first, first, second, second, first):
         parts.part("name", source, made.append)
     assert made == [first, second, first]
+
+
+@pytest.mark.parametrize(("version", "reason"), [(15, True), (99, False), ("15", False), (None, False)])
+def test_a_state_of_another_version_is_refused_with_what_has_changed(version, reason):
+    with pytest.raises(StateError, match=f"the state has version {version!r}, this rayloader reads") as refused:
+        State.load({**saved().pack(), "version": version})
+    assert ('seeding="batch" draws other random numbers' in str(refused.value)) == reason
