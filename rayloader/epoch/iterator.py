@@ -312,10 +312,10 @@ class EpochIterator(OfOneProcess, BaseIterator):
         if os.getpid() != self._pid:
             assert self._fleet is not None
             self._fleet.check_session()  # says why this process cannot continue
-        if (engine := self._engine) is None:
+        if self._engine is None:
             raise StopIteration
         try:
-            task = engine.next()
+            task = self._engine.next()
         except (WorkerDiedError, SkipLimitError):
             self._release()
             raise
@@ -342,7 +342,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 del self  # which this frame leads to
                 raise error.with_traceback(None) from None
         self._task = task
-        if engine.over and not self._persistent_workers:
+        if not self._persistent_workers and self._engine is not None and self._engine.over:
             self._release()  # now: a program that counts batches does not ask for another one, and keeps the iterator
         return data
 
