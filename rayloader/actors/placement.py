@@ -62,10 +62,12 @@ class Placement:
         ours = status is not None and any(session.OVERSUBSCRIBE_RESOURCE in node.total for node in status.nodes)
         return {"enable_task_events": False, "num_cpus": 0 if ours else 1, **remote_args}
 
-    def has_room(self, options: dict[str, Any], count: int) -> bool:
-        """Whether so many actors with these options have room now, as far as Ray says."""
-        status = self._cluster.status
-        return status is None or sum(room.most(node, room.demand(options)) for node in status.nodes) >= count
+    def would_have_room(self, options: dict[str, Any], count: int) -> bool:
+        """Whether so many actors with these options have no room, and more of them would if others ended."""
+        needs, status = room.demand(options), self._cluster.status
+        nodes = () if status is None else status.nodes
+        free = sum(room.most(node.free, needs) for node in nodes)
+        return free < min(count, sum(room.most(node.total, needs) for node in nodes))
 
     def where(self, options: dict[str, Any], count: int, starting: int) -> list[tuple[dict[str, Any], bool | None]]:
         """The option that says where each of `count` actors with these options runs, if they leave it open.
@@ -86,7 +88,7 @@ class Placement:
         needs, status, strategy = room.demand(options), self._cluster.status, options.get("scheduling_strategy")
         node_id = session.node_id() if strategy is None else getattr(strategy, "node_id", "")
         nodes = [] if status is None else [node for node in status.nodes if node.node_id == node_id]
-        most = max(0.0, sum(room.most(node, needs) for node in nodes) - starting)
+        most = max(0.0, sum(room.most(node.free, needs) for node in nodes) - starting)
         if strategy is not None:
             return [({}, number < most if node_id else None) for number in range(count)]
         near = 0 if options.get("label_selector") or not needs else int(min(most, count))

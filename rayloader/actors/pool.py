@@ -234,7 +234,7 @@ class Pool:
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
         options = self.placement.options(remote_args)
-        if not self.placement.has_room(options, count):  # idle actors that these loaders cannot use may hold it
+        if self.placement.would_have_room(options, count):  # idle actors that these loaders cannot use may hold it
             self.later(functools.partial(self._lifetimes.kill_spare, but=key))
         places = self.placement.where(options, count, sum(actor.started_at is None for actor in self.actors))
         try:
