@@ -27,7 +27,7 @@ from rayloader.interrupts import Bell
 from rayloader.protocol import carried
 from rayloader.random.generators import RECORDED
 from rayloader.random.random_state import RandomState
-from rayloader.sharing.producer import NOTICE_S, Place, Producer
+from rayloader.sharing.producer import NOTICE_S, Producer
 from rayloader.transport import codec, unpicklable
 from rayloader.workers.connection import NONE_YET
 
@@ -128,7 +128,7 @@ class Read:
         self.answer: Any = NONE_YET
         first = max([self.number - 1, *found]) + 1
         # Kept until it is answered: Ray ends the process if it tells of a reference that was dropped.
-        self._ref = calls.begin("read", rank, Place(*place), first, sampler_epoch)
+        self._ref = calls.begin("read", rank, place, first, sampler_epoch)
         on_completed(self._ref, self._note)
 
     def _note(self, answer: Any) -> None:

@@ -132,20 +132,20 @@ class Producer:
         """Lasts until this consumer reads no more; see NOTE [Promises]."""
         await self._until(lambda: self._readers[rank].gone)
 
-    async def read(self, rank: int, place: Place, first: int, sampler_epoch: int | None) -> dict[int, Item]:
+    async def read(self, rank: int, place: tuple[int, int], first: int, sampler_epoch: int | None) -> dict[int, Item]:
         """A consumer has got to this place, and asks for the items of its epoch from number `first` on.
 
         Returns:
             What there is of them, by number, as soon as there is one; nothing if the consumer has asked anew meanwhile.
         """
-        reader, call, wanted = self._readers[rank], object(), Place(place.epoch, first)
-        begun_with = self._sampler_epochs.setdefault(place.epoch, sampler_epoch)
+        reader, call, wanted = self._readers[rank], object(), Place(place[0], first)
+        begun_with = self._sampler_epochs.setdefault(wanted.epoch, sampler_epoch)
         if sampler_epoch not in (None, begun_with):
             raise ValueError(
                 f"set_epoch({sampler_epoch}) differs from what the consumer that began this epoch had set, which is "
                 f"{begun_with}; call set_epoch with the same number in all consumers, before each epoch"
             )
-        reader.begun, reader.read = place.epoch, call
+        reader.begun, reader.read = wanted.epoch, call
         await self.reach(rank, place)
         await self._until(lambda: reader.read is not call or wanted in self._window or reader.gone or self._failure)
         if reader.gone:
@@ -157,9 +157,9 @@ class Producer:
         reader.read = None
         return {at.number: item for at, item in self._window.items() if at >= wanted and at.epoch == wanted.epoch}
 
-    async def reach(self, rank: int, place: Place) -> None:
+    async def reach(self, rank: int, place: tuple[int, int]) -> None:
         """A consumer has got to this place."""
-        self._readers[rank].place = max(self._readers[rank].place, place)
+        self._readers[rank].place = max(self._readers[rank].place, Place(*place))
         self._forget()
 
     async def leave(self, rank: int, why: str) -> None:
