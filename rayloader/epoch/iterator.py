@@ -332,8 +332,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
             except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
                 raise
             except BaseException as error:  # the user's exception, of any type
-                assert self._fleet is not None
-                add_note(error, engine.describe(task, getattr(data, "sample", "")))
+                assert self._engine is not None
+                add_note(error, self._engine.describe(task, getattr(data, "sample", "")))
                 self.position.handed = task
                 task.data = None
                 self._user_error = error
