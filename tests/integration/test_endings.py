@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 from multiprocessing import resource_tracker, shared_memory
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import psutil
@@ -127,6 +128,31 @@ def test_a_warm_process_that_is_ended_from_outside_ends_without_any_callback(end
     end(actor)
     wait_for_end(pid)
     assert dataset.notes() == []
+
+
+def finalize(dataset, index):
+    if index == 0:
+        Finalize(None, append, (dataset.path, "finalized"), exitpriority=0)
+
+
+@pytest.mark.parametrize("options", [{"fresh_processes": True}, {"workers": "fork"}])
+def test_what_multiprocessing_finalizes_is_at_the_end_of_a_process(options, tmp_path, own):
+    dataset = Numbers(tmp_path / "notes", finalize)
+    wait_for_end(*epochs(dataset, 2, own if "fresh_processes" in options else {}, **options))
+    assert dataset.notes() == ["finalized"] * 2
+
+
+def test_a_warm_process_finalizes_when_ray_ends_it(tmp_path, own):
+    dataset = Numbers(tmp_path / "notes", finalize)
+    loader = DataLoader(dataset, None, num_workers=1, **own)
+    pids = {*loader, *loader}
+    assert len(pids) == 1
+    assert dataset.notes() == []
+    get_pool().wait()
+    (actor,) = [actor for actor in get_pool().actors if actor.address is not None and actor.address.pid in pids]
+    by_ray(actor)
+    wait_for_end(*pids)
+    assert dataset.notes() == ["finalized"] * 2
 
 
 class Reads(IterableDataset):
