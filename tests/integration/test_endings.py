@@ -5,6 +5,7 @@ What is expected here is what torch's loader does with workers that it forks.
 
 import atexit
 import itertools
+import multiprocessing
 import os
 import signal
 from multiprocessing import resource_tracker, shared_memory
@@ -267,3 +268,24 @@ def test_memory_that_a_killed_worker_has_created_goes_with_its_own_tracker(own, 
     name, tracker = (tmp_path / "created").read_text().split()
     wait_for_end(int(tracker))
     assert not exists(name)
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("workers", ["fork", "ray"])
+def test_a_process_that_replaces_another_has_a_name_of_its_own(workers, tmp_path):
+    once = Once(tmp_path / "struck")
+
+    def get(index):
+        process = multiprocessing.current_process()
+        append(tmp_path / "names", f"{process.name} {process._identity}")
+        if index == 1:
+            once.strike()
+
+    before = multiprocessing.Process()._identity[-1]
+    assert list(load(get, 3, 1, workers=workers)) == [None] * 3
+    first, replacement = f"Process-{before + 1} ({before + 1},)", f"Process-{before + 2} ({before + 2},)"
+    names = (tmp_path / "names").read_text().splitlines()
+    assert names == [first] * 2 + [replacement] * (len(names) - 2)
+    assert len(names) in (4, 5)  # the first batch may have been lost with its worker
