@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import multiprocessing.util
 import operator
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -151,16 +152,52 @@ def set_worker_info(info: Any) -> None:
 
 with private_names_of("Python"):
     call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]
+    _exit_function: Callable[[], None] = multiprocessing.util._exit_function  # type: ignore[attr-defined]
+    _finalizers: dict[tuple[Any, int], Any] = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]
 
 
-def run_as_process(process: Any, parent: int | None) -> int:
+class Identity(NamedTuple):
+    """What programs tell processes of `multiprocessing` apart by, of all that a program and its children make."""
+
+    name: str
+    numbers: tuple[int, ...]  # that of the process, after those of the one that has made it
+
+
+def new_identity() -> Identity:
+    """That of a process which this one would make now, as torch's loader makes a worker; it is given only once."""
+    process: Any = multiprocessing.Process()
+    return Identity(process.name, process._identity)
+
+
+def take_identity(identity: Identity) -> None:
+    """This process has that one from now on."""
+    process: Any = multiprocessing.current_process()
+    process.name, process._identity = identity
+
+
+def run_as_process(work: Callable[[], object], identity: Identity, parent: int, sentinel: int | None) -> int:
     """Does in this fork what `multiprocessing` does in one that it has made; returns the exit code.
 
     Args:
-        process: a `multiprocessing.Process` that was created before the fork, and not started.
-        parent: a descriptor that is readable once the process that has forked has ended; None: there is none.
+        work: what the process does.
+        identity: of the process.
+        parent: the id of the process that counts as its parent, of which this one is a fork, perhaps of a fork.
+        sentinel: a descriptor that is readable once the parent has ended; None: there is none.
     """
-    return int(process._bootstrap(parent))
+    process: Any = multiprocessing.Process(target=work, daemon=True)
+    process.name, process._identity = identity
+    process._parent_pid = parent
+    return int(process._bootstrap(sentinel))
+
+
+def has_finalizers() -> bool:
+    """Whether `multiprocessing` has something to finalize in this process when that ends."""
+    return any(priority is not None for priority, _ in list(_finalizers))
+
+
+def run_finalizers() -> None:
+    """Ends the process's children and finalizes as `multiprocessing` does at the end of a process that it has made."""
+    _exit_function()
 
 
 def file_of_ctypes(obj: object) -> tuple[int, int, int, int] | None:

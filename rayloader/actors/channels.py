@@ -14,6 +14,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayError
 from typing_extensions import override
 
+from rayloader._compat import new_identity
 from rayloader.actors.actor import Actor, RayAnswer, watch
 from rayloader.actors.replica import Source
 from rayloader.actors.tcp_line import TcpDriverLine
@@ -53,7 +54,7 @@ class ActorCalls(Channel):
         actor = self.process
         if actor.hosted is not None and actor.hosted[0] != source.image.name:
             actor.hosted = None  # it drops that image
-        return RayAnswer(actor.handle.start.remote(setup, source, state))
+        return RayAnswer(actor.handle.start.remote(setup, source, state, new_identity()))
 
     @override
     def hurry(self, worker_id: int) -> None:

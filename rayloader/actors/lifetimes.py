@@ -187,6 +187,8 @@ class Lifetimes:
                 actor.ends = True
                 if actor.stops:  # asked after that was set: from now on `_stopped` sees it
                     return
+            if if_spare and self._alive() and self._finalizes(actor):
+                return
             actor.state = ActorState.GONE
             self.actors.remove(actor)
         actor.let_go()
@@ -199,14 +201,28 @@ class Lifetimes:
         actor.keep_until = 0.0
         self.kill(actor, if_spare=True)
 
+    def _finalizes(self, actor: Actor) -> bool:
+        """Tells an actor to finalize something, if it has said at its stop that it must; `_stopped` kills it then."""
+        if actor.state is ActorState.LENT or actor.stopped is None or actor.stopped.value is not True:
+            return False
+        actor.stopped = RayAnswer(actor.handle.end.remote())
+        actor.ends, actor.stop_by = True, time.monotonic() + STOP_TIMEOUT_S
+        on_completed(actor.stopped.ref, functools.partial(self._stopped, actor))
+        return True
+
     def kill_all(self) -> None:
         """Ends all actors, those that are stopping after they have finished that, if they do in time."""
+        self._wait_for_stops()
+        if self._alive() and [actor for actor in self.actors if self._finalizes(actor)]:
+            self._wait_for_stops()
+        for actor in list(self.actors):
+            self.kill(actor)
+
+    def _wait_for_stops(self) -> None:
         stopping = [actor for actor in self.actors if actor.stops]
         if stopping and self._alive():
             seconds = max(actor.stop_by for actor in stopping) - time.monotonic()
             wait_for([actor.stopped.ref for actor in stopping if actor.stopped], len(stopping), seconds)
-        for actor in list(self.actors):
-            self.kill(actor)
 
     def tidy(self) -> float | None:
         """Takes back the actors of lost leases, and ends those whose time has come.

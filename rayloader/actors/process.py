@@ -27,6 +27,7 @@ import ray
 from ray.exceptions import RayError
 from typing_extensions import override
 
+from rayloader._compat import Identity, has_finalizers, run_finalizers, take_identity
 from rayloader.actors import session, tcp_line
 from rayloader.actors._compat_ray import set_process_title
 from rayloader.actors.image import Image, ImageAddress, decode_replica, image_from_content, open_image
@@ -88,6 +89,10 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in torch's worker
+        # A Ctrl-C in the terminal is for the program. It is not ignored, nor blocked as Ray does it: what user code
+        # starts would have that from here, and could not be ended by it.
+        signal.signal(signal.SIGINT, _nothing)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         exit_without_callbacks()
         self._hosting = ActorHosting()
         # The image this process holds for its node, with the name of the driver's image it was copied from.
@@ -112,8 +117,12 @@ class WorkerProcess:
         self._image = name, image_from_content(image, content)
         return self._image[1].address
 
-    def start(self, setup: Setup, source: Source, state: WorkerState | None) -> None:
-        """Makes this process worker `setup.worker_id`, besides others: newly started, or as in `state`."""
+    def start(self, setup: Setup, source: Source, state: WorkerState | None, identity: Identity) -> None:
+        """Makes this process worker `setup.worker_id`, besides others: newly started, or as in `state`.
+
+        For user code it is a new process, with an identity of its own, whatever it was before.
+        """
+        take_identity(identity)
         alone = not self._hosting
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
@@ -169,10 +178,19 @@ class WorkerProcess:
         """This process is no longer that worker; another one is."""
         self._hosting.remove(worker_id)
 
-    def stop(self) -> None:
-        """Drops the dataset."""
+    def stop(self) -> bool:
+        """Drops the dataset; returns whether `end` has something to do."""
         self._hosting.hang_up()
         self._hosting.clear()
+        return has_finalizers()
+
+    def end(self) -> None:
+        """Finalizes what user code has left to the end of the process, which is killed then."""
+        run_finalizers()
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _opened(source: Source, *, alone: bool) -> tuple[Replica, list[Any]]:

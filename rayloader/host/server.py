@@ -7,7 +7,8 @@ fork has the replica, the modules and all settings as they were when it was fork
 NOTE [Finalizers]. Torch's worker ends by `os._exit`: its iterator is finalized, because the function that holds it
 returns, and the dataset is not. No `__del__` of it and no `atexit` callback runs: a folder that the dataset would
 remove remains for the trainer. An actor's process drops the dataset and goes on, but runs no `__del__` either. The
-files, mappings and memory that the objects hold are released all the same.
+files, mappings and memory that the objects hold are released all the same. What `multiprocessing.util.Finalize` was
+given runs when the process ends in order, as in a process that `multiprocessing` has spawned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rayloader._compat import call_at_begin_of_exit, set_worker_info
+from rayloader._compat import call_at_begin_of_exit, run_finalizers, set_worker_info
 from rayloader.host.shard_info import nobody_reads
 from rayloader.host.worker import BuildOrder, HostedWorker
 from rayloader.protocol import Answer, Down, Replica, ResultKind, Served, Setup, Up
@@ -295,12 +296,14 @@ def serve(replica: Replica, end: int) -> None:
 
 
 def exit_without_callbacks() -> None:
-    """From now on this process exits without `atexit` callbacks and finalizers."""
+    """From now on this process exits without `atexit` callbacks, but with what `multiprocessing` finalizes."""
     call_at_begin_of_exit(functools.partial(_end_process, os.getpid()))
 
 
 def _end_process(pid: int) -> None:
     if os.getpid() == pid:  # and not a fork of it
+        with contextlib.suppress(Exception):  # of user code
+            run_finalizers()
         with contextlib.suppress(Exception):  # what user code has put there
             sys.stdout.flush()
             sys.stderr.flush()

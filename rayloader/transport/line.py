@@ -125,13 +125,13 @@ class LineSocket(socket.socket):
 _sockets: weakref.WeakSet[LineSocket] = weakref.WeakSet()
 
 
-def _close_copies() -> None:
+def close_copies() -> None:
     """In a forked child, see NOTE [Forks]."""
     for copy in list(_sockets):
         copy.end()
 
 
-os.register_at_fork(after_in_child=_close_copies)
+os.register_at_fork(after_in_child=close_copies)
 
 
 class Line:

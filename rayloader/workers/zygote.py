@@ -12,6 +12,12 @@ one thread, so the kernel may kill its forks with that. When the driver closes t
 NOTE [Reaping]. A fork that has ended stays a zombie of the zygote until the driver asks for its status, or until the
 zygote ends: so its process id belongs to no other process. Zygotes that have ended are waited for by `reap`.
 
+NOTE [Hooks]. What `os.register_at_fork` was given runs as if the trainer had forked the worker itself: `before` and
+`after_in_parent` in the trainer, though once for all workers of a zygote, and `after_in_child` in each worker, once.
+The zygote runs none of it: it serves within the first of all callbacks in the child, from which only its forks return.
+These are made by a plain `fork()`, which is safe in a process of one thread whose interpreter was just made ready for
+that.
+
 NOTE [Silence]. The zygote may be stopped (`SIGSTOP`, a debugger), and then answers nothing, while its forks work on. So
 the driver never waits for it: questions are sent, and answers are read when they have come. After `SILENCE_SECONDS`
 without an answer it counts as dead, for the questions that are open and for new forks. It is killed only when it is
@@ -23,25 +29,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import gc
 import itertools
 import math
-import multiprocessing
 import os
 import pickle
 import select
 import signal
 import socket
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from rayloader._compat import run_as_process
+from rayloader._compat import Identity, new_identity, run_as_process
 from rayloader.errors import WorkerStartError, warning_at_the_users_line
 from rayloader.interrupts import new_lock
-from rayloader.transport.line import SENDING, poll
+from rayloader.transport.line import SENDING, close_copies, poll
 from rayloader.transport.local_line import flush_streams
 
 # Where the system refuses a process or a descriptor.
@@ -60,6 +67,7 @@ _MESSAGE_BYTES = 1 << 12  # more than any message has
 _CLOSED_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 _libc = ctypes.CDLL(None)  # loaded before there are forks
+_python = ctypes.PyDLL(None, use_errno=True)  # the same, but its functions keep Python's lock
 
 
 class Zygote:
@@ -97,13 +105,17 @@ class Zygote:
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         flush_streams()  # or each fork would print what is in their buffers
+        me = threading.get_ident()
+        born: list[Born] = []
+        _serving[me] = lambda: born.append(_serve(theirs, self._driver, blocked))
         try:
             _fork(self._pids)
-            if self._pids == [0]:
-                _serve(theirs, self._driver, work, blocked)
+            if born:
+                _work(work, *born)
         except OSError as error:
             raise WorkerStartError(f"this process could not be forked: {error}. {REMEDY}") from error
         finally:
+            _serving.pop(me, None)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             theirs.close()
             if not self.pid:
@@ -120,7 +132,7 @@ class Zygote:
         If there will be no such process, the line ends, or the zygote does not live.
         """
         number = next(self._numbers)
-        self._ask(("fork", number), end)
+        self._ask(("fork", number, *new_identity()), end)
         return number
 
     def kill(self, number: int) -> None:
@@ -261,11 +273,43 @@ os.register_at_fork(after_in_child=_forget)
 
 # ---- in the zygote
 
+_serving: dict[int, Callable[[], None]] = {}  # what a child does that a thread is about to fork, by the thread
 
-def _serve(
-    control: socket.socket, driver: int, work: Callable[[int], object], blocked: set[int | signal.Signals]
-) -> NoReturn:
-    """Serves the control socket until the driver closes it, or ends."""
+
+def _begin() -> None:
+    """In a forked child, the first callback of all: a zygote serves, and only its forks return; see NOTE [Hooks]."""
+    serve = _serving.get(threading.get_ident())
+    _serving.clear()
+    if serve is not None:
+        serve()
+
+
+def _run_first(callback: Callable[[], None]) -> None:
+    """Registers a callback for forked children that runs before all others; Python itself only appends."""
+    os.register_at_fork(after_in_child=callback)
+    if frozen := gc.get_freeze_count():
+        gc.unfreeze()
+    for callbacks in gc.get_objects():
+        if type(callbacks) is list and callbacks and callbacks[-1] is callback:
+            callbacks.insert(0, callbacks.pop())
+            break
+    if frozen:
+        gc.freeze()
+
+
+_run_first(_begin)
+
+
+class Born(NamedTuple):
+    """What a new fork of the zygote knows."""
+
+    end: int  # the descriptor of its end of a line
+    identity: Identity
+    driver: int
+
+
+def _serve(control: socket.socket, driver: int, blocked: set[int | signal.Signals]) -> Born:
+    """Serves the control socket until the driver closes it, or ends; returns in each fork."""
     forks: dict[int, int] = {}  # process ids, by number
     with contextlib.suppress(BaseException):
         collects = gc.isenabled()
@@ -276,6 +320,8 @@ def _serve(
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        close_copies()
+        _forget()
         waits = select.poll()
         waits.register(control, select.POLLIN)
         with contextlib.suppress(OSError, AttributeError):
@@ -284,7 +330,7 @@ def _serve(
             message, ends, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 1, _CLOSED_ON_EXEC)
             if not message:
                 break
-            kind, number = pickle.loads(message)
+            kind, number, *told = pickle.loads(message)
             answer: int | str | None = None
             if kind == "kill":
                 if number in forks:
@@ -295,8 +341,10 @@ def _serve(
                     del forks[number]
             else:
                 try:
-                    forks[number] = answer = _forked(control, ends, work, collects=collects)
-                    kind = "forked"
+                    answer = _forked(control, ends, collects=collects)
+                    if not answer:
+                        return Born(ends[0], Identity(*told), driver)
+                    forks[number], kind = answer, "forked"
                 except OSError as error:
                     kind, answer = "failed", str(error)
             control.sendall(pickle.dumps((kind, number, answer)))
@@ -307,8 +355,8 @@ def _serve(
     os._exit(0)
 
 
-def _forked(control: socket.socket, ends: list[int], work: Callable[[int], object], *, collects: bool) -> int:
-    """Forks a process that serves a line, and does nothing else; returns its id.
+def _forked(control: socket.socket, ends: list[int], *, collects: bool) -> int:
+    """Forks a process; returns its id, and 0 in that process, which then has nothing of the zygote's.
 
     Raises:
         OSError: there is no such process.
@@ -316,14 +364,12 @@ def _forked(control: socket.socket, ends: list[int], work: Callable[[int], objec
     if not ends:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # the system has closed the end of the line
     zygote = os.getpid()
-    process = multiprocessing.Process(target=work, args=ends, daemon=True)  # numbered in the zygote, as by its parent
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries that warn of forks have warned of the zygote's
-        pid = os.fork()
+    pid = int(_python.fork())
+    if pid < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     if pid:
         return pid
-    code = 1
-    with contextlib.suppress(BaseException):
+    try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != zygote:  # it has died before that
             os._exit(1)
@@ -335,10 +381,19 @@ def _forked(control: socket.socket, ends: list[int], work: Callable[[int], objec
             _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         if collects:
             gc.enable()
+    except BaseException:  # it must not go on as a zygote
+        os._exit(1)
+    return 0
+
+
+def _work(work: Callable[[int], object], born: Born) -> NoReturn:
+    """What a fork does, from when all callbacks of the fork have run."""
+    code = 1
+    with contextlib.suppress(BaseException):
         parent = None
         with contextlib.suppress(OSError, AttributeError):  # an old kernel: only `parent_process().is_alive()` needs it
-            parent = os.pidfd_open(zygote)
-        code = run_as_process(process, parent)
+            parent = os.pidfd_open(born.driver)
+        code = run_as_process(functools.partial(work, born.end), born.identity, born.driver, parent)
     os._exit(code)
 
 

@@ -21,10 +21,11 @@ import json
 import locale
 import logging
 import mmap
-import multiprocessing
+import multiprocessing.util
 import os
 import queue
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -1126,6 +1127,101 @@ def talking(self, index):
     logging.getLogger("kinds").warning("sample %d in the log", index)
     warnings.warn(f"sample {index} warns", stacklevel=1)
     return index
+
+
+@kind()
+def names_of_processes(program):
+    before = multiprocessing.Process()._identity[-1]
+
+    def sample(self, index):
+        process = multiprocessing.current_process()
+        return process.name, process._identity
+
+    loaders = [program.load(Holding(sample), collate_fn=list, persistent_workers=number == 1) for number in range(2)]
+    found = []
+    for _ in range(2):
+        iterators = [*map(iter, loaders)]  # both live
+        found += [{sample for batch in iterator for sample in batch} for iterator in iterators]
+    assert all(name == f"Process-{number}" for names in found for name, (number,) in names)
+    found.append({("", multiprocessing.Process()._identity)})
+    return [sorted(number - before for _, (number,) in names) for names in found]
+
+
+@kind(Differs())
+def a_process_and_its_parent(program):
+    trainer = os.getpid()
+
+    def sample(self, index):
+        parent, process = multiprocessing.parent_process(), multiprocessing.current_process()
+        return parent and (parent.pid == trainer, parent.name, parent.is_alive()), process.daemon
+
+    return taken(program.load(Holding(sample), collate_fn=list))
+
+
+SIGNALS = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
+
+
+@kind()
+def signals_of_what_a_sample_starts(program):
+    def sample(self, index):
+        path = program.folder / f"{index}"
+        os.system(f"{' '.join(SIGNALS[:2])} '{SIGNALS[2]}' {SIGNALS[3]} > {path}")
+        with ThreadPoolExecutor(1) as threads:
+            in_thread = threads.submit(subprocess.check_output, SIGNALS, text=True).result()
+        with subprocess.Popen(["sleep", str(END_LIMIT)]) as recorder:
+            recorder.send_signal(signal.SIGINT)
+            ended = recorder.wait()
+        return subprocess.check_output(SIGNALS, text=True), in_thread, path.read_text(), ended
+
+    return taken(program.load(Holding(sample), collate_fn=list, worker_init_fn=signals_in_a_child))
+
+
+def signals_in_a_child(worker_id):
+    assert subprocess.run(["true"]).returncode == 0
+    assert os.waitstatus_to_exitcode(os.system("exit 3")) == 3
+
+
+@kind(Spawned())
+def finalized(program):
+    """By the end of the program; see test_kinds_of_datasets.py."""
+    dataset = Holding(as_it_is, path=str(program.folder / "workers"))
+    return taken(program.load(dataset, worker_init_fn=finalize_at_the_end))
+
+
+def as_it_is(self, index):
+    return index
+
+
+def finalize_at_the_end(worker_id):
+    path = get_worker_info().dataset.path
+    multiprocessing.util.Finalize(None, append, (path, f"{worker_id}\n"), exitpriority=0)
+
+
+def append(path, text):
+    with open(path, "a") as file:
+        file.write(text)
+
+
+FORKED = []
+os.register_at_fork(after_in_child=lambda: FORKED.append(os.getpid()))
+
+
+@kind(Spawned())
+def callbacks_of_forks(program):
+    return taken(program.load(Holding(forked), collate_fn=list))
+
+
+def forked(self, index):
+    told = [pid == os.getpid() for pid in FORKED]
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, bytes([len(FORKED) - len(told), FORKED[-1] == os.getpid()]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    in_child = list(os.read(reading, 2))
+    os.close(reading)
+    return told, in_child
 
 
 @kind()

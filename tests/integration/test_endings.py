@@ -5,9 +5,11 @@ What is expected here is what torch's loader does with workers that it forks.
 
 import atexit
 import itertools
+import multiprocessing
 import os
 import signal
 from multiprocessing import resource_tracker, shared_memory
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import psutil
@@ -129,6 +131,31 @@ def test_a_warm_process_that_is_ended_from_outside_ends_without_any_callback(end
     assert dataset.notes() == []
 
 
+def finalize(dataset, index):
+    if index == 0:
+        Finalize(None, append, (dataset.path, "finalized"), exitpriority=0)
+
+
+@pytest.mark.parametrize("options", [{"fresh_processes": True}, {"workers": "fork"}])
+def test_what_multiprocessing_finalizes_is_at_the_end_of_a_process(options, tmp_path, own):
+    dataset = Numbers(tmp_path / "notes", finalize)
+    wait_for_end(*epochs(dataset, 2, own if "fresh_processes" in options else {}, **options))
+    assert dataset.notes() == ["finalized"] * 2
+
+
+def test_a_warm_process_finalizes_when_ray_ends_it(tmp_path, own):
+    dataset = Numbers(tmp_path / "notes", finalize)
+    loader = DataLoader(dataset, None, num_workers=1, **own)
+    pids = {*loader, *loader}
+    assert len(pids) == 1
+    assert dataset.notes() == []
+    get_pool().wait()
+    (actor,) = [actor for actor in get_pool().actors if actor.address is not None and actor.address.pid in pids]
+    by_ray(actor)
+    wait_for_end(*pids)
+    assert dataset.notes() == ["finalized"] * 2
+
+
 class Reads(IterableDataset):
     def __init__(self, path):
         self.path = path
@@ -241,3 +268,24 @@ def test_memory_that_a_killed_worker_has_created_goes_with_its_own_tracker(own, 
     name, tracker = (tmp_path / "created").read_text().split()
     wait_for_end(int(tracker))
     assert not exists(name)
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("workers", ["fork", "ray"])
+def test_a_process_that_replaces_another_has_a_name_of_its_own(workers, tmp_path):
+    once = Once(tmp_path / "struck")
+
+    def get(index):
+        process = multiprocessing.current_process()
+        append(tmp_path / "names", f"{process.name} {process._identity}")
+        if index == 1:
+            once.strike()
+
+    before = multiprocessing.Process()._identity[-1]
+    assert list(load(get, 3, 1, workers=workers)) == [None] * 3
+    first, replacement = f"Process-{before + 1} ({before + 1},)", f"Process-{before + 2} ({before + 2},)"
+    names = (tmp_path / "names").read_text().splitlines()
+    assert names == [first] * 2 + [replacement] * (len(names) - 2)
+    assert len(names) in (4, 5)  # the first batch may have been lost with its worker

@@ -361,18 +361,54 @@ def test_a_fork_in_a_program_with_threads():
             thread.join()
 
 
+HOOKS = """
+import os
+import random
+import threading
+
+told, lock = [], threading.Lock()
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+os.register_at_fork(after_in_child=lambda: told.append(("early", os.getpid(), random.random())))
+
+import torch.utils.data
+import rayloader
+
+os.register_at_fork(after_in_child=lambda: told.append(("late", os.getpid(), random.random())))
+
+class Told:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        with lock:
+            return [(when, pid == os.getpid()) for when, pid, _ in told], [number for *_, number in told]
+
+for loader_class in torch.utils.data.DataLoader, rayloader.DataLoader:
+    batches = list(loader_class(Told(), None, num_workers=2, collate_fn=lambda sample: sample))
+    print(all(hooks == [("early", True), ("late", True)] for hooks, _ in batches))
+    print(len({number for _, numbers in batches for number in numbers}))
+"""
+
+
+def test_callbacks_of_forks_run_once_in_each_worker_whenever_they_were_registered():
+    output, errors = finish(programs.Program(HOOKS))
+    assert (output, errors) == (["True", "4"] * 2, "")
+
+
 class Tells(Drawing):
     """Of its process."""
 
+    trainer = 0
+
     def __getitem__(self, index):
         parent = multiprocessing.parent_process()
-        same = parent.pid == os.getppid()
-        return multiprocessing.current_process().name, parent.is_alive(), same
+        return multiprocessing.current_process().name, parent.is_alive(), parent.pid == self.trainer
 
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_fork_is_a_process_with_a_number_and_a_parent_that_lives(persistent):
-    loader = DataLoader(Tells(), None, num_workers=2, workers="fork", persistent_workers=persistent)
+    loader = DataLoader(dataset := Tells(), None, num_workers=2, workers="fork", persistent_workers=persistent)
+    dataset.trainer = os.getpid()
     for _ in range(2):
         found = set(map(tuple, loader))
         # The numbers go on from those of processes that the program, here other tests, has made before.

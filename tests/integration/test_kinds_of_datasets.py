@@ -56,3 +56,9 @@ def test_forks_give_what_torchs_workers_give_and_actors_the_same_or_a_clear_erro
     assert not (isinstance(torchs, dict) and "error" in torchs), torchs
     assert forks == torchs
     kind.actors.check(results["spawn"][kind.name] if kind.actors.method == "spawn" else torchs, actors)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_what_multiprocessing_finalizes_is_finalized_once_in_each_worker(side, programs, results):
+    folder, _ = programs
+    assert sorted((folder / side / "finalized" / "workers").read_text().split()) == ["0", "1"]

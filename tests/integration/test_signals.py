@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 
 import pytest
@@ -115,3 +116,35 @@ def test_what_a_handler_raises_in_a_waiting_consumer_passes_through_and_the_batc
             return iter(stack.enter_context(rayloader.share(loader, consumers=1)).consumer(0))
 
         check(iterator_of, error)
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_a_ctrl_c_that_reaches_an_actor_does_nothing(lines, tmp_path):
+    """At work, in a program that it has started, or idle."""
+    gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
+
+    def get(index):
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as started:
+            mail.send(f"{os.getpid()} {started.pid}")
+            gate.wait()
+            started.wait()
+        return os.getpid(), started.returncode
+
+    loader = DataLoader(Calls(get, 2), None, num_workers=1, workers="ray", arenas=lines)
+    iterator = iter(loader)
+    pid, started = map(int, mail.receive()[0].split())
+    for _ in range(3):
+        os.kill(pid, signal.SIGINT)
+    os.kill(started, signal.SIGINT)
+    gate.open()
+    assert next(iterator) == [pid, -signal.SIGINT]
+    os.kill(int(mail.receive()[0].split()[1]), signal.SIGINT)
+    assert list(iterator) == [[pid, -signal.SIGINT]]
+    os.kill(pid, signal.SIGINT)
+    iterator = iter(loader)
+    for _ in range(2):
+        worker, started = map(int, mail.receive()[0].split())
+        assert worker == pid
+        os.kill(started, signal.SIGINT)
+        next(iterator)
+    mail.close()
