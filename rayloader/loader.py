@@ -559,9 +559,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if self._state is not None:
             return checkpoint.still(self, self._state)
         if self._torchs_epoch is not None:
-            from rayloader.epoch.torchs import no_place
+            from rayloader.epoch.torchs import check_place
 
-            raise no_place("can't be saved")
+            check_place(self)
         iterator = self._live_iterator
         if iterator is not None:
             iterator.tell_positions()

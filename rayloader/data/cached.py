@@ -39,6 +39,7 @@ from rayloader.namespaces import attributes_in, attributes_of, functions_of, own
 from rayloader.observe.stats import CacheStats, nbytes
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search, walk
+from rayloader.resume.snapshot import pass_on
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 _T = TypeVar("_T")
@@ -162,6 +163,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
 
     def __init__(self, dataset: Any, place: _InMemory | InFolder, count: int, max_bytes: int) -> None:
         self.dataset = dataset
+        pass_on(self, dataset)
         self._place, self._count, self._max_bytes = place, count, max_bytes
         try:
             self._store = place.open(count, max_bytes)

@@ -104,12 +104,15 @@ class Converter:
             taken = taken.append_column(table.schema.field(name), pa.concat_arrays(rows))
         return taken
 
-    def convert(self, table: pa.Table | pa.RecordBatch, name_row: Callable[[int], str]) -> Columns:
+    def convert(
+        self, table: pa.Table | pa.RecordBatch, name_row: Callable[[int], str], *, decodes: bool = True
+    ) -> Columns:
         """Converts the columns of the schema.
 
         Args:
             table: with columns in memory of its own.
             name_row: names a row of the table in an error.
+            decodes: False if `decode` will be called for each row.
 
         Raises:
             ValueError: there is a null.
@@ -119,10 +122,26 @@ class Converter:
         for name in self.schema.names:
             array = _in_one(table[name])
             try:
-                values[name] = self._decoded(name, array, name_row) if name in self._decode else self._of(array, name)
+                if name in self._decode:
+                    values[name] = self._filled(array, name).to_pylist()
+                else:
+                    values[name] = self._of(array, name)
             except _Null as null:
                 raise self._refusal(array, name, str(null), name_row) from None
-        return Columns(values, table.num_rows, self)
+        columns = Columns(values, table.num_rows, self)
+        for index in range(columns.length if decodes and self._decode else 0):
+            self.decode(columns, index, name_row)
+        return columns
+
+    def decode(self, columns: Columns, index: int, name_row: Callable[[int], str]) -> None:
+        """Calls the user's functions for one row, which may draw from random generators."""
+        for name, function in self._decode.items():
+            values = columns.values[name]
+            try:
+                values[index] = function(values[index])
+            except Exception as error:  # the user's function may raise anything
+                add_note(error, f"decode[{name!r}] raised this for {name_row(index)}")
+                raise
 
     def batch(self, columns: Columns) -> dict[str, Any]:
         """A batch, as the default collate makes it for tensors; arrays are left as they are."""
@@ -132,16 +151,6 @@ class Converter:
     def decodes(self) -> bool:
         """Whether functions of the user's are called."""
         return bool(self._decode)
-
-    def _decoded(self, name: str, array: pa.Array, name_row: Callable[[int], str]) -> list[Any]:
-        decode, decoded = self._decode[name], []
-        for index, value in enumerate(self._filled(array, name).to_pylist()):
-            try:
-                decoded.append(decode(value))
-            except Exception as error:  # the user's function may raise anything
-                add_note(error, f"decode[{name!r}] raised this for {name_row(index)}")
-                raise
-        return decoded
 
     def _refusal(self, array: pa.Array, name: str, path: str, name_row: Callable[[int], str]) -> ValueError:
         for index in range(len(array)):

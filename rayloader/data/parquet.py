@@ -38,7 +38,7 @@ from rayloader.resume.samplers import trains_in_a_group
 logger = logging.getLogger("rayloader")
 
 _BLOCK = 4096  # rows that are read at a time, or as many as the shuffle buffer holds if these are more
-# Rows that are converted at a time where single rows are asked for; and with `decode`, which may take long.
+# Rows that are converted at a time where single rows are asked for; and if there is a `decode`, whose values are large.
 _CHUNK, _DECODED = 256, 16
 _FOOTERS = 16  # that are read at the same time
 # Filesystems of pyarrow whose threads and connections a fork does not have.
@@ -342,8 +342,8 @@ class _Reading(Iterator[Any]):
             most = _DECODED if self._files.converter.decodes else _CHUNK
             count = 1 if self._singly else min(most, self._coming)
             try:
-                self._ready = self._converted(self._at, count).rows()[::-1]
-            except Exception:  # a null, or what the user's `decode` raises
+                self._ready = self._converted(self._at, count, decodes=False).rows()[::-1]
+            except Exception:  # a null
                 if count > 1:
                     self._singly = count
                     continue
@@ -352,22 +352,25 @@ class _Reading(Iterator[Any]):
                 raise
             self._singly = max(0, self._singly - 1)
         self._at += 1
-        return self._ready.pop()
+        row = self._ready.pop()
+        if (place := row.place) is not None:  # not earlier: `decode` may draw from generators, whose states are saved
+            self._files.converter.decode(*place, lambda _: self._name(self._next[self._at - 1]))
+        return row
 
     @property
     def _coming(self) -> int:
         return len(self._next) - self._at
 
-    def _converted(self, first: int, count: int) -> Any:
-        places = self._next[first : first + count]
+    def _converted(self, first: int, count: int, *, decodes: bool = True) -> Any:
+        places, converter = self._next[first : first + count], self._files.converter
+        table = converter.take(self._pool, places)
+        return converter.convert(table, lambda row: self._name(places[row]), decodes=decodes)
 
-        def name(row: int) -> str:
-            place = places[row]
-            number, path = self._files.place(self._groups[place])
-            among = "" if self._files.filters is None else " among those that the filters let through"
-            return f"row {self._rows[place]}{among} of row group {number} of {path}"
-
-        return self._files.converter.convert(self._files.converter.take(self._pool, places), name)
+    def _name(self, place: int) -> str:
+        """Names a row of the pool."""
+        number, path = self._files.place(self._groups[place])
+        among = "" if self._files.filters is None else " among those that the filters let through"
+        return f"row {self._rows[place]}{among} of row group {number} of {path}"
 
     # ---- how it gets there
 

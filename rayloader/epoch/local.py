@@ -137,7 +137,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             before.restore(generators)
 
     def _end_again(self) -> None:
-        with _compat_datasets.loading(self._dataset):
+        with self._reader.reads(), _compat_datasets.loading(self._dataset):
             if end_again(self._dataset_fetcher, self.position.loaded, None):
                 self.position.loaded = None
 
@@ -154,7 +154,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 restore_random(self._given, stream.begin)
             self._iterate(stream)
             if stream.iterator is not None:
-                load_state(stream.iterator, stream.told)
+                with self._reader.reads():
+                    load_state(stream.iterator, stream.told)
             elif self._is_read_again:
                 self._read_again()
             if self._iterable:

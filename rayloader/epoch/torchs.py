@@ -33,21 +33,29 @@ def torchs_iterator(loader: Any) -> TorchsIterator:
 
     Raises:
         ValueError: the loader asks for what torch's workers don't have.
-        StateError: it has loaded a state from the middle of an epoch.
+        StateError: it has loaded a state from the middle of an epoch, or of persistent workers that had one.
     """
     Options.of(loader)
     for name, default in _OWN.items():
         value = getattr(loader, name)
         if value is not None and not (isinstance(value, (str, dict)) and value in (default, {})):
             check_means(f"{name}={value!r}")
-    if goes_on(loader, loader._state, loader.num_workers)[0] is not None:
-        raise no_place("can't be continued")
+    place = goes_on(loader, loader._state, loader.num_workers)[0]
+    if place is not None:
+        raise no_place("can't be continued", persistent=place.finished)
     _warn(lacking())
     return TorchsIterator(loader)
 
 
+BETWEEN = object()  # what a loader has as its epoch after one whose workers have ended with it
+
+
 class TorchsIterator(MultiProcessIterator):
-    """torch's iterator, which tells the loader whether an epoch is under way."""
+    """torch's iterator, which tells the loader whether its next epoch depends on what these workers have built.
+
+    That is so in the middle of an epoch, and as long as persistent workers live: their random generators go on from
+    epoch to epoch, and torch draws the seed for them once.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._reader = weakref.ref(loader)
@@ -63,16 +71,23 @@ class TorchsIterator(MultiProcessIterator):
             return super().__next__()
         except StopIteration:
             loader = self._reader()
-            if loader is not None and loader._torchs_epoch is self._epoch:  # otherwise another one is under way
-                loader._torchs_epoch = None
+            if loader is not None and loader._torchs_epoch is self._epoch and not self._persistent_workers:
+                loader._torchs_epoch = BETWEEN  # otherwise another one is under way, or follows
             raise
 
 
-def no_place(what: str) -> StateError:
-    """The error for a state in the middle of an epoch."""
+def check_place(loader: Any) -> None:
+    """Raises StateError if the loader's next epoch depends on what torch's workers have built."""
+    if loader._torchs_epoch not in (None, BETWEEN):
+        raise no_place("can't be saved", persistent=bool(loader.persistent_workers))
+
+
+def no_place(what: str, *, persistent: bool) -> StateError:
+    """The error for a state that depends on what torch's workers have built."""
+    whose = "what persistent workers have built" if persistent else "the middle of an epoch"
     return StateError(
-        f"the middle of an epoch {what} with torch's own workers, which are at work here because rayloader's can't be "
-        f"had: {lacking()}; save states between epochs, or use num_workers=0"
+        f"{whose} {what} with torch's own workers, which are at work here because rayloader's can't be had: "
+        f"{lacking()}; save states between epochs, without persistent_workers, or use num_workers=0"
     )
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from rayloader.resume.snapshot import pass_on
+
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
@@ -91,6 +93,7 @@ class Cuts(Dataset[Any]):
 
     def __init__(self, dataset: Any, tokens: str = "input_ids") -> None:
         self.dataset, self.tokens = dataset, tokens
+        pass_on(self, dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,17 +13,18 @@ from torch.utils.data import IterableDataset
 from rayloader.errors import StateError
 from rayloader.plans.inputs import check_whole
 from rayloader.plans.packs import pack_collate
-from rayloader.resume.snapshot import has_state
+from rayloader.resume.snapshot import has_state, pass_on
 
 _FIELDS = ("input_ids", "labels", "position_ids", "seq_ids")
+_NOTHING = object()
 
 
 class PackedStream(IterableDataset[dict[str, Tensor]]):
     """An iterable dataset of packs: the sequences of a stream one after the other, cut every `seq_len` tokens.
 
-    Each worker packs what its own part of the stream gives; see `get_shard_info`. The iterator has a `state_dict()` of
-    the number of sequences that it has read, the tokens of the open pack, and the state of the stream, or of its
-    iterator, where that has one. Otherwise sequences are read again, and left out, when it is loaded.
+    Each worker packs what its own part of the stream gives; see `get_shard_info`. Packs have a state if the stream has
+    one, or its iterator; otherwise a loader that resumes reads the stream again from its start, as it would without
+    packs.
 
     Args:
         stream: an iterable of sequences: tensors, arrays or lists of tokens, or dicts with them.
@@ -41,37 +41,32 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
     def __init__(self, stream: Any, seq_len: int, *, tokens: str = "input_ids", drop_last: bool = True) -> None:
         self.stream, self.seq_len = stream, check_whole("seq_len", seq_len)
         self.tokens, self.drop_last = tokens, drop_last
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the stream, if it wants to know."""
-        if callable(tell := getattr(self.stream, "set_epoch", None)):
-            tell(epoch)
+        pass_on(self, stream)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return _Packs(self)
+        source = iter(self.stream)
+        return (_StatefulPacks if has_state(source) or has_state(self.stream) else _Packs)(self, source)
 
 
 class _Packs(Iterator[dict[str, Tensor]]):
     """The packs of one reading of the stream."""
 
-    def __init__(self, packed: PackedStream) -> None:
-        self._packed = packed
-        self._source = iter(packed.stream)
-        self._read = 0  # sequences
+    def __init__(self, packed: PackedStream, source: Iterator[Any]) -> None:
+        self._packed, self._source = packed, source
         self._open: list[Tensor] = []  # the sequences of the open pack
         self._size = 0  # their tokens
+        self._ended = False  # the stream has
 
     def __next__(self) -> dict[str, Tensor]:
         packed = self._packed
-        while self._size < packed.seq_len:
-            try:
-                sequence = next(self._source)
-            except StopIteration:
-                if packed.drop_last or not self._size:
-                    raise
-                break
-            self._read += 1
-            self._add(sequence[packed.tokens] if isinstance(sequence, Mapping) else sequence)
+        while self._size < packed.seq_len and not self._ended:
+            sequence = next(self._source, _NOTHING)
+            if sequence is _NOTHING:
+                self._ended = True
+            else:
+                self._add(sequence[packed.tokens] if isinstance(sequence, Mapping) else sequence)
+        if not self._size or (packed.drop_last and self._size < packed.seq_len):
+            raise StopIteration
         pack: list[Tensor] = []
         left = packed.seq_len
         while self._open and left:
@@ -89,36 +84,40 @@ class _Packs(Iterator[dict[str, Tensor]]):
             self._open.append(found.long())
             self._size += len(found)
 
-    def _stateful(self) -> Any:
-        return next((one for one in (self._source, self._packed.stream) if has_state(one)), None)
+
+class _StatefulPacks(_Packs):
+    """Those of a stream that has a state, or whose iterator has one: a `PackedStream` tells and loads the former."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: sequences read, tokens of the open pack, and the stream's own state, if it has one."""
-        stateful = self._stateful()
+        """The tokens of the open pack, and the state of the stream's iterator, if it has one."""
+        stream = self._packed.stream
         return {
-            "read": self._read,
             "open": [sequence.tolist() for sequence in self._open],
-            "stream": None if stateful is None else stateful.state_dict(),
+            "source": _told_by(self._source),
+            "ended": self._ended,
+            "end": _told_by(stream) if self._ended else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state. Raises StateError if it is not one."""
-        if not isinstance(state, Mapping) or not {"read", "open", "stream"} <= state.keys():
+        """Continues from a state; the stream has loaded its own. Raises StateError if it is not one."""
+        if not isinstance(state, Mapping) or not {"open", "source", "ended", "end"} <= state.keys():
             raise StateError(
                 f"this is not a state of a PackedStream's iterator: {state!r:.200}; load what its state_dict() gave"
             )
-        self._open, self._size, self._read = [], 0, state["read"]
+        if (state["source"] is None) == has_state(self._source):
+            raise StateError(
+                "the state of a PackedStream is of a stream whose iterator has a state, or has none, unlike the one "
+                "here; make the stream as the one that was saved"
+            )
+        self._open, self._size, self._ended = [], 0, state["ended"]
         for sequence in state["open"]:
             self._add(sequence)
-        stateful = self._stateful()
-        if (stateful is None) != (state["stream"] is None):
-            raise StateError(
-                "the state of a PackedStream is of a stream with a state of its own, or without, unlike the one here; "
-                "make the stream as the one that was saved"
-            )
-        if stateful is None:
-            next(itertools.islice(self._source, self._read, self._read), None)
-            return
-        stateful.load_state_dict(state["stream"])
-        if stateful is self._packed.stream:
-            self._source = iter(self._packed.stream)
+        if state["source"] is not None:
+            self._source.load_state_dict(state["source"])  # type: ignore[attr-defined]
+        # The stream is not asked again after its end, but it may take over what it has loaded only when it is.
+        if state["end"] is not None and next(self._source, _NOTHING) is not _NOTHING:
+            self._packed.stream.load_state_dict(state["end"])  # it has begun anew
+
+
+def _told_by(obj: Any) -> Any:
+    return obj.state_dict() if has_state(obj) else None

@@ -53,7 +53,8 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         StateError: the state of the dataset or the sampler could not be saved.
     """
     if position is None:
-        return _state(loader, Samplers(loader), num_workers, skip_steps=SkipSteps(loader.skip_steps).in_order).pack()
+        skips, asked = SkipSteps(loader.skip_steps).in_order, loader._torchs_epoch is not None
+        return _state(loader, Samplers(loader), num_workers, skip_steps=skips, asked=asked).pack()
     samplers, place = position.samplers_of(loader), None
     with position.lock:
         stateful = position.stateful

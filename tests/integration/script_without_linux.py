@@ -3,19 +3,21 @@
 python script_without_linux.py WAY
 """
 
+import itertools
 import sys
 import warnings
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from taken_away import take_away
+from taken_away import WAYS, take_away
 
 take_away(sys.argv[1])
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.utils.data import DataLoader as TorchDataLoader  # noqa: E402
+from torch.utils.data import IterableDataset, Sampler  # noqa: E402
 
 import rayloader  # noqa: E402
 from rayloader import DataLoader  # noqa: E402
@@ -46,7 +48,70 @@ def check_epochs():
         ours.stats()
 
 
+class Noisy(IterableDataset):
+    """The order and the numbers come from the global generators."""
+
+    def __iter__(self):
+        return iter(torch.rand(4) + torch.randperm(4))
+
+
+class Turning(Sampler):
+    """Has another order each time, which no state tells."""
+
+    def __init__(self):
+        self.orders = itertools.cycle([[0, 1, 2], [2, 1, 0]])
+
+    def __iter__(self):
+        return iter(next(self.orders))
+
+
+def global_loader(seed, **options):
+    """One whose order, or samples, come from the global generators."""
+    torch.manual_seed(seed)
+    options = {"dataset": NUMBERS, "shuffle": True, **options}
+    return DataLoader(batch_size=3, num_workers=2, **options)
+
+
+KINDS = {
+    "shuffle": {},
+    "generator": {"generator": torch.Generator()},
+    "iterable": {"dataset": Noisy(), "shuffle": False},
+}
+
+
+def check_states_between_epochs(persistent):
+    """Right where the next epoch has new workers, and refused where these go on."""
+    for kind, options in KINDS.items():
+        loader = global_loader(1, persistent_workers=persistent, **options)
+        before, first = loader.state_dict(), batches(loader)
+        other = global_loader(2, persistent_workers=persistent, **options)
+        other.load_state_dict(before)
+        assert batches(other) == first, kind
+        if persistent:
+            for one in loader, other:
+                with pytest.raises(rayloader.StateError, match="what persistent workers have built can't be saved"):
+                    one.state_dict()
+            continue
+        loader.load_state_dict(loader.state_dict())  # in this program, or another one
+        state = loader.state_dict()
+        rest = [batches(loader) for _ in range(2)]
+        other.load_state_dict(state)
+        assert [batches(other) for _ in range(2)] == rest, kind
+        assert first != rest[0], kind
+
+
+def check_order_that_no_state_tells():
+    loader = DataLoader([0, 1, 2], sampler=Turning(), num_workers=1)
+    batches(loader)
+    with pytest.warns(UserWarning, match="the next epoch may have another order than in the saved run"):
+        DataLoader([0, 1, 2], sampler=Turning(), num_workers=1).load_state_dict(loader.state_dict())
+
+
 def check_states():
+    if WAYS[sys.argv[1]][2] == "fork":  # dozens of workers, each of which would import torch
+        check_states_between_epochs(persistent=False)
+        check_states_between_epochs(persistent=True)
+        check_order_that_no_state_tells()
     for num_workers in 0, 1:
         loader, other = (shuffled(DataLoader, num_workers=num_workers) for _ in range(2))
         batches(loader)

@@ -152,8 +152,11 @@ def test_packs_of_a_stream_have_every_token_and_go_on_from_a_state(sizes, seq_le
     assert tokens == [*range(sum(sizes))]
     assert {len(pack["seq_ids"]) for pack in whole[:-1]} <= {seq_len}
     assert len([*PackedStream(packed.stream, seq_len)]) == sum(sizes) // seq_len
-    taken = data.draw(st.integers(0, len(whole)))
     iterator = iter(packed)
+    assert hasattr(iterator, "state_dict") is kind
+    if not kind:
+        return  # a loader reads it again from its start
+    taken = data.draw(st.integers(0, len(whole)))
     for _ in range(taken):
         next(iterator)
     state = iterator.state_dict()
@@ -163,36 +166,54 @@ def test_packs_of_a_stream_have_every_token_and_go_on_from_a_state(sizes, seq_le
     assert [pack["input_ids"].tolist() for pack in again] == [pack["input_ids"].tolist() for pack in whole[taken:]]
 
 
+class Counting:
+    def __init__(self):
+        self.read = 0
+
+    def __iter__(self):
+        while self.read < 6:
+            self.read += 1
+            yield [self.read] * 3
+        self.read = 0
+
+    def state_dict(self):
+        return {"read": self.read}
+
+    def load_state_dict(self, state):
+        self.read = state["read"]
+
+
 def test_a_stream_that_has_a_state_itself():
-    class Counting:
-        read = 0
-
-        def __iter__(self):
-            while self.read < 6:
-                self.read += 1
-                yield [self.read] * 3
-
-        def state_dict(self):
-            return {"read": self.read}
-
-        def load_state_dict(self, state):
-            self.read = state["read"]
-
-    iterator = iter(PackedStream(Counting(), 4))
+    packed, other = PackedStream(Counting(), 4), PackedStream(Counting(), 4)
+    iterator = iter(packed)
     next(iterator)
+    assert packed.state_dict() == {"read": 2}
     state = iterator.state_dict()
-    assert state == {"read": 2, "open": [[2, 2]], "stream": {"read": 2}}
-    again = iter(PackedStream(Counting(), 4))
+    assert state == {"open": [[2, 2]], "source": None, "ended": False, "end": None}
+    other.load_state_dict({"read": 2})
+    again = iter(other)
     again.load_state_dict(state)
     assert next(again)["input_ids"].tolist() == [2, 2, 3, 3]
+
+
+def test_a_stream_is_not_begun_again_after_its_last_pack():
+    packed, other = (PackedStream(Counting(), 4, drop_last=False) for _ in range(2))
+    iterator = iter(packed)
+    assert len([next(iterator) for _ in range(5)]) == 5
+    other.load_state_dict(packed.state_dict())
+    again = iter(other)
+    again.load_state_dict(iterator.state_dict())
+    assert [*again] == []
+    assert len([*other]) == len([*packed]) == 5
 
 
 def test_states_of_others_are_refused():
     iterator = iter(PackedStream(Stateful([3]), 4))
     with pytest.raises(rayloader.StateError, match="this is not a state of a PackedStream's iterator"):
         iterator.load_state_dict({"read": 1})
-    with pytest.raises(rayloader.StateError, match="is of a stream with a state of its own, or without"):
-        iterator.load_state_dict({"read": 1, "open": [], "stream": None})
+    state = {"open": [], "source": None, "ended": False, "end": None}
+    with pytest.raises(rayloader.StateError, match="is of a stream whose iterator has a state, or has none"):
+        iterator.load_state_dict(state)
 
 
 def test_an_epoch_is_told_to_the_stream():
@@ -205,7 +226,7 @@ def test_an_epoch_is_told_to_the_stream():
     told = Told()
     PackedStream(told, 4).set_epoch(3)
     assert told.epoch == 3
-    PackedStream([], 4).set_epoch(3)
+    rayloader.DataLoader(PackedStream([], 4)).set_epoch(3)
 
 
 # ---- lengths

@@ -1,0 +1,195 @@
+"""States of loaders over rayloader's wrappers of datasets: each place in a run continues as it would have gone on."""
+
+import copy
+import inspect
+import random
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import BatchSampler
+
+from probes import oversubscribed
+from rayloader import DataLoader, ParquetStream, cached
+from rayloader.plans import Cuts, PackedStream
+from wrapped_data import (
+    STREAMS,
+    Counts,
+    CountsEpochs,
+    Fixed,
+    Global,
+    Holding,
+    Noisy,
+    Shuffled,
+    Staged,
+    TakesOverLate,
+    Turning,
+)
+
+pytestmark = [
+    oversubscribed,
+    pytest.mark.filterwarnings("ignore:this state was saved before the first batch of an epoch"),
+    pytest.mark.filterwarnings("ignore:this epoch has the same random order as the one before"),
+]
+
+FULL = pytest.mark.full
+FORKS = {"num_workers": 2, "workers": "fork"}
+PERSISTENT = {**FORKS, "persistent_workers": True}
+
+
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def plain(part):
+    """Of lists and numbers, which can be compared."""
+    if isinstance(part, dict):
+        return [plain(value) for value in part.values()]
+    if isinstance(part, list):
+        return [plain(item) for item in part]
+    return part.tolist() if isinstance(part, torch.Tensor) else part
+
+
+def as_it_is(samples):
+    return samples
+
+
+def epochs_of(loader, count, states=None):
+    """The batches of epochs; `states` gets those before and after each batch, with their places."""
+    epochs = []
+    for epoch in range(count):
+        epochs.append([])
+        if states is not None:
+            states.append((epoch, 0, loader.state_dict()))
+        for batch in loader:
+            epochs[-1].append(plain(batch))
+            if states is not None:
+                states.append((epoch, len(epochs[-1]), loader.state_dict()))
+    return epochs
+
+
+def check_each_place(make, *, epochs=2, places=slice(None)):
+    """A loader of a new program, with other seeds, continues from each place as the uninterrupted run."""
+    seed(1)
+    states = []
+    whole = epochs_of(make(), epochs, states)
+    assert all(len(epoch) > 1 for epoch in whole)
+    for epoch, taken, state in states[places]:
+        seed(2)
+        loader = make()
+        loader.load_state_dict(state)
+        rest = [whole[epoch][taken:], *whole[epoch + 1 :]]
+        assert epochs_of(loader, epochs - epoch) == rest, (epoch, taken)
+
+
+def packs(stream, drop_last, *options, **more):
+    def make():
+        return DataLoader(PackedStream(stream(), 5, drop_last=drop_last), *options, collate_fn=as_it_is, **more)
+
+    return make
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_packs_without_workers(stream, drop_last):
+    check_each_place(packs(stream, drop_last, None if drop_last else 2), epochs=3)
+
+
+def test_packs_without_workers_and_with_seeds_of_batches():
+    check_each_place(packs(Shuffled, False, None, seeding="batch"))
+
+
+@pytest.mark.parametrize("stream", [Shuffled, TakesOverLate])
+def test_packs_of_a_rank(stream):
+    check_each_place(packs(stream, True, None, num_replicas=2, rank=1), epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("stream", "options"),
+    [
+        (Shuffled, PERSISTENT),
+        (Shuffled, {**PERSISTENT, "seeding": "batch"}),
+        pytest.param(Shuffled, FORKS, marks=FULL),
+        *(pytest.param(stream, PERSISTENT, marks=FULL) for stream in STREAMS if stream is not Shuffled),
+        *(pytest.param(stream, {**FORKS, "seeding": "batch"}, marks=FULL) for stream in STREAMS),
+    ],
+)
+def test_packs_of_forks(stream, options):
+    """From the places of the second epoch, the one before its first batch included."""
+    check_each_place(packs(stream, False, None, **options), places=slice(-4, None))
+
+
+def test_packs_of_actors(ray_session):
+    make = packs(Shuffled, False, None, num_workers=2, persistent_workers=True, workers="ray")
+    check_each_place(make, places=slice(-2, None))
+
+
+def jittered(text):
+    return float(text) + torch.rand(()).item() + random.random()
+
+
+def rows(samples):
+    return [tuple(sample.values()) for sample in samples]
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("options", [{}, pytest.param(PERSISTENT, marks=FULL)])
+def test_rows_of_files_that_are_decoded_with_random_numbers(tmp_path, batch_size, options):
+    table = pa.table({"text": [str(number) for number in range(30)], "number": range(30)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+
+    def make():
+        stream = ParquetStream(tmp_path, decode={"text": jittered}, shuffle_buffer=9, batch_size=batch_size)
+        given = {"batch_size": 3, "collate_fn": rows} if batch_size is None else {"batch_size": None}
+        return DataLoader(stream, **given, **options)
+
+    check_each_place(make)
+
+
+@pytest.mark.parametrize("sampler", [Global, Holding, Turning])
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_shares_of_ranks(sampler, in_batches):
+    def make():
+        drawn = sampler()
+        given = {"batch_sampler": BatchSampler(drawn, 2, False)} if in_batches else {"batch_size": 2, "sampler": drawn}
+        return DataLoader(Cuts(Noisy()), num_replicas=2, rank=1, collate_fn=as_it_is, **given)
+
+    check_each_place(make)
+
+
+@pytest.mark.parametrize("options", [{}, PERSISTENT])
+def test_parts_of_samples_that_depend_on_a_state(options):
+    check_each_place(lambda: DataLoader(Cuts(Counts()), 3, collate_fn=as_it_is, **options), places=slice(-3, None))
+
+
+@pytest.mark.parametrize("wrap", [cached, Cuts])
+def test_a_wrapped_dataset_with_a_state_that_the_program_sets(wrap):
+    whole, loader = (DataLoader(wrap(Staged()), 3, collate_fn=as_it_is) for _ in range(2))
+    whole.dataset.dataset.stage = 4
+    iterator = iter(whole)
+    next(iterator)
+    loader.load_state_dict(whole.state_dict())
+    assert [*loader] == [*iterator]
+    assert [*loader] == [*whole]
+
+
+@pytest.mark.parametrize("wrap", [partial(PackedStream, seq_len=2), cached, Cuts])
+def test_a_wrapper_has_what_the_dataset_has(wrap):
+    inner = CountsEpochs() if isinstance(wrap, partial) else Staged()
+    inner.set_epoch = partial(setattr, inner, "told")
+    wrapper = wrap(inner)
+    assert wrapper.state_dict() == inner.state_dict()
+    assert inspect.getattr_static(wrapper, "state_dict")  # as the protocols of torchdata and Lightning ask
+    DataLoader(wrapper).set_epoch(3)
+    assert inner.told == 3
+    copied = copy.deepcopy(wrapper)
+    copied.load_state_dict({"epoch": 0, "position": 2, "stage": 2})
+    assert copied.state_dict() != inner.state_dict()
+    stateless = wrap(Fixed() if isinstance(wrap, partial) else [1])
+    for name in "state_dict", "load_state_dict", "set_epoch":
+        assert inspect.getattr_static(stateless, name, None) is None
