@@ -129,6 +129,7 @@ class Answer:
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`, if a snapshot of the worker was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not
+    asked: bool = False  # user code has asked which worker this is, or which part is its own
 
     @property
     def fields(self) -> tuple[Any, ...]:

@@ -92,6 +92,7 @@ class Task:
         samples: in the batch.
         outcome: of `Outcome`.
         skipped: samples that were left out of the batch.
+        asked: its dataset, a stream, had asked which worker reads it.
         data: the batch as the user gets it, from when it is opened until it is handed over; UNOPENED before.
         counted: whether the user's position includes it.
         recorded: whether the measurements include it.
@@ -110,6 +111,7 @@ class Task:
     samples: int = 0
     outcome: int = field(default=Outcome.BATCH, repr=False)
     skipped: int = field(default=0, repr=False)
+    asked: bool = field(default=False, repr=False)
     data: Any = field(default=UNOPENED, repr=False)
     counted: bool = False
     recorded: bool = False

@@ -569,7 +569,7 @@ class Engine:
             self._record(worker, task, answer)
             if answer.wire is not None:
                 answer.wire = received(answer.wire, task.lent)
-            task.samples = answer.samples
+            task.samples, task.asked = answer.samples, answer.asked
             worker.journal.answered(task.task_id, answer.digest)
             if answer.kind != ResultKind.BATCH:
                 task.outcome = Outcome.EMPTY if answer.kind == ResultKind.EMPTY else Outcome.ERROR
