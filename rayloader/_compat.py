@@ -145,6 +145,13 @@ def release_sent_storages() -> None:
             shared_cache.lock.release()
 
 
+def default_store() -> Any:
+    """The store of torch.distributed's default process group."""
+    with private_names_of("torch"):
+        from torch.distributed.distributed_c10d import _get_default_store
+    return _get_default_store()
+
+
 def set_worker_info(info: Any) -> None:
     """Sets what `get_worker_info()` returns in this process."""
     torch_worker._worker_info = info

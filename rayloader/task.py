@@ -82,6 +82,7 @@ class Task:
         nbytes: of the batch's buffers.
         samples: in the batch.
         left_out: whether it is one of `skip_steps`, and was built for its stream alone.
+        asked: its dataset, a stream, had asked which worker reads it.
         data: the batch as the user gets it, from when it is opened until it is handed over; UNOPENED before.
         counted: whether the user's position includes it.
         recorded: whether the measurements include it.
@@ -99,6 +100,7 @@ class Task:
     nbytes: int = 0
     samples: int = 0
     left_out: bool = field(default=False, repr=False)
+    asked: bool = field(default=False, repr=False)
     data: Any = field(default=UNOPENED, repr=False)
     counted: bool = False
     recorded: bool = False

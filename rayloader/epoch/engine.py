@@ -516,7 +516,7 @@ class Engine:
             self._record(worker, task, answer)
             if answer.wire is not None:
                 answer.wire = received(answer.wire, task.lent)
-            task.samples = answer.samples
+            task.samples, task.asked = answer.samples, answer.asked
             worker.journal.answered(task.task_id, answer.digest)
         self._note_news(worker, answer)
         if not exhausted:

@@ -47,7 +47,7 @@ from rayloader.options import Options, target_of
 from rayloader.protocol import Replica, Setup
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import new_position
-from rayloader.resume.samplers import Resuming
+from rayloader.resume.samplers import Resuming, trains_in_a_group
 from rayloader.task import NothingSkipped, Task
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.janitor import ends_with_program, janitor
@@ -111,6 +111,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     _fleet: Fleet | None = None  # here, because `__del__` may run after an interrupt in `__init__`'s first line
     _engine: Engine | None = None
     _adopted: Any = None  # see `adopted.py`: stands for a loader of another class, which is what torch's code passes
+    _watch: Any = None  # of what its first batches show, see `undivided.py`
     _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
 
     def __init__(self, loader: Any, num_workers: int, state: State | None, skips: NothingSkipped | None = None) -> None:
@@ -176,6 +177,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 self.position.read_skips(loader, self._skips)
             else:
                 self._begin_epoch(loader, first_iter, plan)
+            if plan.begin is Begin.FRESH and self._skips is None:
+                self._watch = self._watch_of(loader)
             self._engine = self._new_engine(loader, plan)
             self._engine.open(fresh=plan.starts_workers)
             loader._dataset_epoch = None  # the workers have it now
@@ -185,6 +188,14 @@ class EpochIterator(OfOneProcess, BaseIterator):
             elif self._engine is not None:
                 self._engine.close()  # the workers keep their datasets for the next iter()
             raise
+
+    def _watch_of(self, loader: Any) -> Any:
+        """What must be looked at where several workers read a stream, or several ranks something else."""
+        if not (self._num_workers > 1 if self._iterable else trains_in_a_group()):
+            return None
+        from rayloader.epoch.undivided import watch_of_ranks, watch_of_workers
+
+        return watch_of_workers(loader, self._num_workers) if self._iterable else watch_of_ranks(loader)
 
     def _end_epoch(self, first_iter: bool) -> EpochPlan:
         """Ends the previous epoch, if there was one; returns the plan for the next."""
@@ -285,6 +296,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     def __next__(self) -> Any:
         asked = perf_counter()
+        if self._watch is not None:
+            watch, self._watch = self._watch, None  # its warning may be raised
+            self._watch = watch.saw(self.position.handed)
         try:
             if profiler_enabled() or self._IterableDataset_len_called is not None:
                 data = super().__next__()
@@ -297,6 +311,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 task.recorded = True  # first: after an interrupt it is not counted again
                 self._tally.gave(asked, task.task_id, task.samples, task.nbytes)
         except BaseException as error:
+            self._watch = None  # an error has come in a batch's place
             self._tally.raised(asked)
             is_users, self._user_error = self._user_error is error, None
             if self._engine is not None and not is_users and not isinstance(error, (RayloaderError, StopIteration)):

@@ -31,9 +31,9 @@ from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, restore_random
-from rayloader.resume.digest import chain, digest, drawn
+from rayloader.resume.digest import chain, digest, digest_of, drawn
 from rayloader.resume.position import new_position
-from rayloader.resume.samplers import Resuming
+from rayloader.resume.samplers import Resuming, trains_in_a_group
 from rayloader.resume.saved import move_to
 from rayloader.resume.snapshot import end_again, has_state, load_state
 from rayloader.resume.state import State, Stream
@@ -52,7 +52,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         last_task: whose indices were drawn last.
     """
 
-    last_task: Task
+    last_task: Any = None
+    _watch: Any = None  # of what its first batches show, see `undivided.py`
 
     def __init__(self, loader: Any, state: State | None, skips: NothingSkipped | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
@@ -91,6 +92,10 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             begin = capture_random(self._given) if self._is_read_again else None
             self._settle()
             self._iterate(Stream(begin))
+            if skips is None and not self._iterable and trains_in_a_group():
+                from rayloader.epoch.undivided import watch_of_ranks
+
+                self._watch = watch_of_ranks(loader)
         else:
             self._sampler_iter = move_to(position, saved)
             self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
@@ -194,6 +199,9 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def __next__(self) -> Any:
         asked = perf_counter()
+        if self._watch is not None:
+            watch, self._watch = self._watch, None  # its warning may be raised
+            self._watch = watch.saw(self.last_task)
         try:
             data = super().__next__()
         except BaseException:  # the end, an error of the user's or Ctrl-C: all are counted
@@ -245,6 +253,8 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         ended = False
         try:
             data = self._build(task, indices, skipped)
+            if self._watch is not None:
+                self.last_task.digest = digest_of(data)
             if self.position.leaves_out:
                 return fetching.NOTHING
             if self._pin_memory:

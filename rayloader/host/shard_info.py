@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterDataPipe, get_worker_info
 
+from rayloader._compat import torch_worker
 from rayloader.errors import RayloaderError
 from rayloader.resume.samplers import trains_in_a_group
 
@@ -70,11 +71,12 @@ class Reader:
 
     Attributes:
         asked: whether the dataset has asked for its part.
+        was_asked_for: whether it has asked for that, or for something else about its worker.
     """
 
     def __init__(self, ranks: tuple[int, int] | None, worker_id: int = 0, num_workers: int = 1) -> None:
         self._ranks, self._worker_id, self._num_workers = ranks, worker_id, num_workers
-        self.asked = False
+        self.asked = self.was_asked_for = False
 
     def info(self) -> ShardInfo:
         """The part that the dataset must read."""
@@ -85,11 +87,17 @@ class Reader:
                 "DataLoader, or num_replicas=1, rank=0 if something else divides the data among the ranks. A loader "
                 "that was told, and that a framework has rebuilt, needs rayloader.patch() at the start of the program"
             )
-        self.asked = True
+        self.asked = self.was_asked_for = True
         rank, num_replicas = self._ranks
         index = rank * self._num_workers + self._worker_id
         count = num_replicas * self._num_workers
         return ShardInfo(index, count, rank, num_replicas, self._worker_id, self._num_workers)
+
+    def worker_info(self, seed: int, dataset: Any) -> Any:
+        """What `get_worker_info()` is to return."""
+        info = _WorkerInfo(id=self._worker_id, num_workers=self._num_workers, seed=seed, dataset=dataset)
+        object.__setattr__(info, "_reader", self)  # torch's class allows no attributes
+        return info
 
     def attach(self, worker_info: Any) -> None:
         """Makes this the reader as long as `get_worker_info()` returns `worker_info`."""
@@ -116,6 +124,24 @@ class Reader:
         undo.callback(_set_local, _local)
         _set_local(self if _local is None else _local)  # a loader in a dataset reads for the reader of that dataset
         return undo
+
+
+class _WorkerInfo(torch_worker.WorkerInfo):
+    """torch's, which notices that it is read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            reader = object.__getattribute__(self, "__dict__").get("_reader")
+            if reader is not None:
+                reader.was_asked_for = True
+        return super().__getattribute__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _torchs_info, (self.id, self.num_workers, self.seed, self.dataset)
+
+
+def _torchs_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> Any:
+    return torch_worker.WorkerInfo(id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset)
 
 
 _warned_of: set[str] = set()  # kinds of datasets

@@ -23,7 +23,7 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import _compat_datasets, fetching
-from rayloader._compat import DatasetKind, numpy_seed, set_worker_info, torch_worker
+from rayloader._compat import DatasetKind, numpy_seed, set_worker_info
 from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
 from rayloader.host.shard_info import Reader
@@ -205,7 +205,7 @@ class HostedWorker:
 
         `idle` and `sending` are the seconds before its task that the process did nothing, and sent the last answer.
         """
-        answer.replay = self._replayed, self._to_replay
+        answer.replay, answer.asked = (self._replayed, self._to_replay), self._reader.was_asked_for
         answer.state = self._snapshot_if_due(answer.seconds)
         began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
         fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending
@@ -461,9 +461,7 @@ class HostedWorker:
         seed_torch(seed)
         np.random.seed(numpy_seed(setup.base_seed, setup.worker_id))
         self._shuffle_datapipe(setup.shared_seed)
-        self._worker_info = torch_worker.WorkerInfo(
-            id=setup.worker_id, num_workers=setup.num_workers, seed=seed, dataset=self._dataset
-        )
+        self._worker_info = self._reader.worker_info(seed, self._dataset)
         self._tell_who_reads()
 
     def _tell_who_reads(self) -> None:

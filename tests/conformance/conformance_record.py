@@ -255,9 +255,10 @@ class Recorder:
 
     def warnings(self, caught):
         """All UserWarnings, but for those that say "Triggered internally", which come once in a process's life, and
-        those on `multiprocessing_context`, which are ours alone (it means nothing there).
+        those that are ours alone: on `multiprocessing_context` (it means nothing there), and on streams that are not
+        divided.
         """
-        left_out = re.compile("Triggered internally|multiprocessing_context")
+        left_out = re.compile("Triggered internally|multiprocessing_context|began with the same batches")
         for warning in caught:
             text = str(warning.message)
             if issubclass(warning.category, UserWarning) and not left_out.search(text):

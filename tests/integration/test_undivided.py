@@ -1,0 +1,120 @@
+"""Data that nobody divides is warned of once; data that is divided, by whatever means, never."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from probes import oversubscribed
+from rayloader import DataLoader, get_shard_info
+from rayloader.epoch import undivided
+
+pytestmark = [oversubscribed, pytest.mark.filterwarnings("error:workers .* began with the same batches")]
+
+LIMIT = 240  # seconds for two ranks; on expiry the test fails
+TEXT = r"workers 0 and 1 began with the same batches, and the iterable dataset \w+ has not asked"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(undivided, "_warned", set())
+
+
+class Whole(IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
+
+
+class ByWorker(IterableDataset):
+    """Its parts are copies of each other."""
+
+    def __iter__(self):
+        return iter([get_worker_info().id * 0, *range(12)])
+
+
+class ByShard(IterableDataset):
+    def __iter__(self):
+        return iter([get_shard_info().index * 0, *range(12)])
+
+
+class ByInit(IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
+
+    def choose(self, worker_id):
+        get_worker_info().dataset.part = worker_id
+
+
+class Constant(IterableDataset):
+    def __iter__(self):
+        return iter(torch.zeros(12, 2))
+
+
+class Random(IterableDataset):
+    def __iter__(self):
+        return iter(torch.rand(12))
+
+
+class Short(IterableDataset):
+    def __iter__(self):
+        return iter(range(2))
+
+
+def load(stream, epochs=2, **options):
+    loader = DataLoader(stream, 2, num_workers=2, **{"workers": "fork", **options})
+    return [[batch.tolist() for batch in loader] for _ in range(epochs)]
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
+def test_a_stream_that_nobody_divides(options):
+    with pytest.warns(UserWarning, match=TEXT) as caught:
+        epochs = load(Whole(), **options)
+    assert [len(epoch) for epoch in epochs] == [12, 12]
+    assert len(caught) == 1
+    assert Path(caught[0].filename) == Path(__file__)  # the line that iterates
+    load(Whole())  # it is said once
+
+
+def test_by_actors(ray_session):
+    with pytest.warns(UserWarning, match=TEXT):
+        load(Whole(), workers="ray")
+    load(ByWorker(), workers="ray")
+
+
+@pytest.mark.parametrize("stream", [ByWorker, ByShard, Constant, Random, Short])
+def test_streams_that_are_divided_or_may_be(stream):
+    load(stream(), epochs=1)
+
+
+def test_a_stream_that_is_divided_when_its_worker_begins():
+    stream = ByInit()
+    load(stream, epochs=1, worker_init_fn=stream.choose)
+
+
+def test_the_warning_as_an_error_loses_no_batch():
+    iterator = iter(DataLoader(Whole(), 2, num_workers=2, workers="fork"))
+    found = [next(iterator) for _ in range(4)]
+    with pytest.raises(UserWarning, match=TEXT):
+        next(iterator)
+    assert len(found) + len([*iterator]) == 12
+
+
+@pytest.mark.full
+def test_ranks(tmp_path):
+    command = [sys.executable, Path(__file__).parent / "script_undivided.py"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), tmp_path / "store"], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = "".join(rank.communicate(timeout=LIMIT)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    found = re.findall(r"(.*): 2 ranks of torch.distributed began with the same batches: (.*) gives each", said)
+    assert sorted(found) == [
+        ("in order, with workers", "BatchSampler of SequentialSampler"),
+        ("shuffle", "BatchSampler of RandomSampler"),
+    ]
+    assert len(said.splitlines()) == 2
