@@ -1,7 +1,8 @@
 """Train a small network on the head of a Ray cluster, with workers on its data nodes.
 
-The images are noise around one of ten patterns, so that no files have to be on the nodes. Each sample says which node
-built it. docs/howto/cluster.md starts a cluster for this script, which has nodes with the resource `data_worker`:
+The images are noise around one of ten patterns, so that no files have to be on the nodes. A sample does not say which
+node built it: if that node is lost, another one must be able to build the same. docs/howto/cluster.md starts a cluster
+for this script, which has nodes with the resource `data_worker`:
 
     ray job submit --working-dir examples -- python cluster.py
 """
@@ -17,7 +18,7 @@ from rayloader import DataLoader
 
 
 class Patterns(Dataset):
-    """Noisy images (3, 32, 32) of ten patterns, as an image, its label, and the id of the node that built it."""
+    """Noisy images (3, 32, 32) of ten patterns, as an image and its label."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -26,10 +27,9 @@ class Patterns(Dataset):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         label = index % 10
-        image = self.patterns[label] + 10 * torch.randn(3, 32, 32)
-        return image, label, ray.get_runtime_context().get_node_id()
+        return self.patterns[label] + 10 * torch.randn(3, 32, 32), label
 
 
 def parse_options() -> argparse.Namespace:
@@ -51,13 +51,12 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10)).to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-    nodes = set()
-    for images, labels, built_on in loader:
+    for images, labels in loader:
         loss = nn.functional.cross_entropy(network(images.to(device)), labels.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        nodes.update(built_on)
+    nodes = {worker.node for worker in loader.stats().total.workers}
     here = ray.get_runtime_context().get_node_id()
     print(f"loss {loss.item():.2f} after {len(loader)} batches")
     print(f"nodes that built them: {len(nodes)}, this one {'among' if here in nodes else 'not among'} them")

@@ -79,7 +79,7 @@ class Placement:
         needs, status, strategy = room.demand(options), self._cluster.status, options.get("scheduling_strategy")
         node_id = session.node_id() if strategy is None else getattr(strategy, "node_id", "")
         nodes = [] if status is None else [node for node in status.nodes if node.node_id == node_id]
-        most = max(0.0, sum(room.most(node, needs) for node in nodes) - starting)
+        most = max(0.0, sum(room.most(node.free, needs) for node in nodes) - starting)
         if strategy is not None:
             return [({}, number < most if node_id else None) for number in range(count)]
         near = 0 if options.get("label_selector") or not needs else int(min(most, count))

@@ -77,11 +77,9 @@ def _short(has: Mapping[str, float], needs: Mapping[str, float]) -> list[str]:
     return [name for name, amount in needs.items() if has.get(name, 0.0) < amount - 1e-4]
 
 
-def most(node: Node, needs: Mapping[str, float]) -> float:
-    """For how many actors a node has room now."""
-    return min(
-        (math.floor(node.free.get(name, 0.0) / amount + 1e-4) for name, amount in needs.items()), default=math.inf
-    )
+def most(has: Mapping[str, float], needs: Mapping[str, float]) -> float:
+    """For how many actors there is room in what a node has."""
+    return min((math.floor(has.get(name, 0.0) / amount + 1e-4) for name, amount in needs.items()), default=math.inf)
 
 
 def _shortages(status: ClusterStatus, options: Mapping[str, Any]) -> dict[str, list[Node]]:

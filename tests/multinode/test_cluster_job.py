@@ -78,12 +78,17 @@ def is_open(port: int) -> bool:
 
 @pytest.fixture
 def submit(head: SimpleNamespace) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Submits the example as the page says; gives what `ray job submit` says."""
+    """Submits the example as the page says, or a folder's `main.py`; gives what `ray job submit` says."""
 
-    def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = ["ray", "job", "submit", "--address", f"http://localhost:{head.dashboard}"]
+    def run(
+        *options: str, folder: Path | None = None, more: tuple[str, ...] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = ["ray", "job", "submit", "--address", f"http://localhost:{head.dashboard}", *more]
+        program = ["--working-dir", "examples", "--", "python", "cluster.py"]
+        if folder is not None:
+            program = ["--working-dir", str(folder), "--", "python", "main.py"]
         return subprocess.run(
-            [*command, "--working-dir", "examples", "--", "python", "cluster.py", *options],
+            [*command, *program, *options],
             env={**head.environment, **environment},
             cwd=ROOT,
             capture_output=True,
@@ -113,3 +118,34 @@ def test_the_job_trains_with_workers_on_nodes_that_the_autoscaler_starts(
     assert job.returncode == 0, job.stdout + job.stderr
     assert re.search(r"^loss \d+\.\d\d after 10 batches$", job.stdout, re.MULTILINE), job.stdout
     assert "nodes that built them: 2, this one not among them" in job.stdout
+
+
+def test_modules_and_files_of_the_job_reach_the_workers(
+    submit: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Of its `working_dir`, which is also the workers' own, and of its `py_modules`."""
+    job, helper = tmp_path / "job", tmp_path / "helper"
+    for folder in (job, helper):
+        folder.mkdir()
+    (job / "words.txt").write_text("one two three four")
+    (helper / "__init__.py").write_text("def shout(word): return word.upper()\n")
+    (job / "samples.py").write_text(
+        "from pathlib import Path\n"
+        "import helper\n"
+        "class Words:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return helper.shout(Path('words.txt').read_text().split()[index])\n"
+    )
+    (job / "main.py").write_text(
+        "import ray\n"
+        "from rayloader import DataLoader\n"
+        "from samples import Words\n"
+        "if __name__ == '__main__':\n"
+        "    where = {'resources': {'data_worker': 1}}\n"
+        "    loader = DataLoader(Words(), 2, num_workers=2, ray_remote_args=where)\n"
+        "    print(list(loader), {worker.process for worker in loader.stats().total.workers})\n"
+    )
+    modules = ("--runtime-env-json", json.dumps({"py_modules": [str(helper)]}))
+    done = submit(folder=job, more=modules)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[['ONE', 'TWO'], ['THREE', 'FOUR']] {'Ray actor'}" in done.stdout, done.stdout

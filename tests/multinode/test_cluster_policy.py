@@ -1,9 +1,11 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rayloader.actors.actors
 import rayloader.actors.placement
@@ -98,6 +100,28 @@ def test_fractions_of_a_cpu_and_of_a_resource():
     wait_for_free(CPUS - 0.5)
     wait_for_free(4 - 1, "away")
     assert len(list(iterator)) == 6
+
+
+def test_workers_within_a_placement_group(short_limit, nodes):
+    """As the trainer's own: they take its CPUs, no other ones, and no more than it has."""
+    group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
+    try:
+        ray.get(group.ready(), timeout=START_LIMIT)
+        within = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, -1)}
+        loader = load(2, ray_remote_args=within, persistent_workers=True)
+        for _ in range(2):
+            assert {node_id for node_id, _ in loader} == {nodes.away}
+        assert free() == 1, "the group's are taken anyway"
+        with pytest.raises(WorkerStartError, match=r"^1 of 1 DataLoader workers found no place") as caught:
+            list(load(1, ray_remote_args=within))
+        assert f"scheduling_strategy placement group {group.id.hex()}; " in str(caught.value)
+        assert "has CPU 0 in the placement group free of 2" in str(caught.value)
+        del loader
+    finally:
+        gc.collect()
+        rayloader.shutdown()
+        ray.util.remove_placement_group(group)
+    wait_for_free(CPUS)
 
 
 # ---- no room

@@ -4,6 +4,7 @@ Only the check runs: nothing is launched and Ray is not started.
 """
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,41 @@ def test_ray_refuses_a_head_that_is_no_node_type(cluster: dict[str, Any]) -> Non
         check(cluster)
 
 
-def test_data_nodes_scale_from_none_and_only_they_have_the_resource(cluster: dict[str, Any]) -> None:
+def with_spot_nodes(cluster: dict[str, Any]) -> None:
+    """The change that the file's comment names."""
+    data, spot = (cluster["available_node_types"][name] for name in ("cpu_data", "cpu_spot"))
+    data["max_workers"], spot["max_workers"] = spot["max_workers"], data["max_workers"]
+
+
+def without_cpus_on_the_head(cluster: dict[str, Any]) -> None:
+    """Likewise."""
+    cluster["available_node_types"][cluster["head_node_type"]]["resources"] = {"CPU": 0}
+
+
+VARIANTS: list[Callable[[dict[str, Any]], None]] = [lambda _: None, with_spot_nodes, without_cpus_on_the_head]
+
+
+@pytest.mark.parametrize("change", VARIANTS, ids=["the file", "spot nodes", "no CPUs on the head"])
+def test_data_nodes_scale_from_none_and_only_they_have_the_resource(
+    cluster: dict[str, Any], change: Callable[[dict[str, Any]], None]
+) -> None:
+    change(cluster)
     types = check(cluster)["available_node_types"]
-    head, data = types.pop(cluster["head_node_type"]), types.pop("cpu_data")
-    assert not types
-    assert (data["min_workers"], data["max_workers"]) == (0, cluster["max_workers"])
+    head = types.pop(cluster["head_node_type"])
+    used = {name for name, kind in types.items() if kind["max_workers"]}
+    assert used == {"cpu_spot" if change is with_spot_nodes else "cpu_data"}
+    for kind in types.values():
+        assert (kind["min_workers"], kind["max_workers"]) in ((0, cluster["max_workers"]), (0, 0))
+        assert "data_worker" in kind["resources"]
     assert head["max_workers"] == 0
-    assert "data_worker" in data["resources"]
     assert "data_worker" not in head["resources"]
+    assert (head["resources"].get("CPU") == 0) is (change is without_cpus_on_the_head)
+
+
+def test_spot_nodes_are_data_nodes_of_another_market(cluster: dict[str, Any]) -> None:
+    data, spot = (cluster["available_node_types"][name] for name in ("cpu_data", "cpu_spot"))
+    assert spot["resources"] == data["resources"]
+    assert spot["node_config"] == {**data["node_config"], "InstanceMarketOptions": {"MarketType": "spot"}}
 
 
 def test_it_installs_the_versions_that_the_tests_run_with(cluster: dict[str, Any]) -> None:
