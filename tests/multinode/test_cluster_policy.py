@@ -11,7 +11,7 @@ import rayloader.actors.actors
 import rayloader.actors.placement
 import rayloader.actors.pool
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import wait_until
+from multinode_waiting import START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
 from rayloader.actors.pool import get_pool
 
