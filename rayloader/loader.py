@@ -137,7 +137,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
     RAY_ADDRESS is set) or this loader asks for them; otherwise they are forks of this process, as torch's are, and the
     first batch comes at once. See `workers`. The actors are shared by all loaders of the process. They stay warm
-    between epochs, and for a minute after the last loader (2 seconds in a Ray that was already running).
+    for a minute after their work, unless something else in the cluster waits for what they hold.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has its own dataset object, a new one at each `iter()`
@@ -169,12 +169,11 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         workers: "fork": the workers are forks of this process, on this machine; what torch's loader takes under the
             start method "fork" works. "ray": they are Ray actors, on any machine of the cluster; Ray is joined, or
             started if there is none, and sends them the dataset, `collate_fn` and `worker_init_fn` by cloudpickle.
-            "auto": actors if the program uses Ray, and otherwise forks, as long as the iterator lives. In a Ray of one
-            node, what Ray cannot send has forks, and the log says so at level INFO.
+            "auto": actors if the program uses Ray, and otherwise forks, as long as the iterator lives.
         ray_remote_args: options of the worker actors, which the workers then are: `num_cpus` (per
-            worker; by default 1 in a Ray that was already running, while it has as many CPUs as this process has
-            workers, and 0 otherwise or if others hold all CPUs for 10 seconds), `num_gpus`, `memory`, `resources`,
-            `accelerator_type`, `label_selector`, `scheduling_strategy`, `runtime_env`.
+            worker; by default 1 in a Ray that was already running, and 0, which shares CPUs, in one that was started
+            for rayloader), `num_gpus`, `memory`, `resources`, `accelerator_type`, `label_selector`,
+            `scheduling_strategy`, `runtime_env`.
         fresh_processes: start new actors for each `iter()` instead of reusing warm ones, in which stays what user code
             has left: module globals, settings of libraries, threads. That takes seconds instead of milliseconds. Forks
             are always new.

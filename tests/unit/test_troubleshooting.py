@@ -169,11 +169,9 @@ def with_references() -> None:
 
 
 def start_timeout() -> None:
-    from rayloader.actors.placement import Placement
+    from rayloader.actors import placement
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAYLOADER_START_TIMEOUT", "soon")
-        print(Placement().limit)
+    placement._seconds("soon")
 
 
 def lacking() -> None:
