@@ -12,7 +12,6 @@ from rayloader import DataLoader
 from rayloader._compat import torch_worker
 from rayloader.epoch import undivided
 from rayloader.host.shard_info import Reader
-from rayloader.task import Outcome, Task
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,6 @@ def said(watch, seen):
         ([1, 2, 3, 4], 2, {}, False),
         ([1, 1, 2, 3], 2, {}, False),
         ([1, 1], 2, {}, False),
-        ([1, 1, 2, 2], 2, {"outcome": Outcome.ERROR}, False),
     ],
 )
 def test_a_stream_whose_workers_give_the_same(digests, num_workers, more, expected):
