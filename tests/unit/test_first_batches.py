@@ -12,6 +12,7 @@ from rayloader import DataLoader
 from rayloader._compat import torch_worker
 from rayloader.epoch import undivided
 from rayloader.host.shard_info import Reader
+from rayloader.task import Task
 
 
 @pytest.fixture(autouse=True)
