@@ -1,1 +1,1 @@
-"""One loader for many consumers: the actor that iterates over it, and what its consumers fetch from there."""
+"""One pipeline for many consumers: how far each has read, the process that hosts the loader, and the link to it."""

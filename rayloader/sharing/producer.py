@@ -1,309 +1,485 @@
-"""The actor of a share: it iterates over the loader, and hands out references to the batches.
+"""The process that hosts a shared loader: produces each batch once, and gives it to every consumer.
 
-Promise: the batches are those that the loader would have given in the program that shared it. Each is built, encoded
-and stored once. An error takes the place of its batch. An item stays in the window until the last consumer has taken
-it, and while there are `buffer` of them nothing is produced: no consumer gets further ahead of the slowest. Each call
-of a consumer is answered, if need be with the error that says why it gets nothing.
+Promise: the batches are those that the loader would have given in the program that shared it. Each is encoded once. Its
+bytes stay where the loader's worker has built them; without workers they are copied, because the dataset may write to
+them again. An error of the loader takes the place of its batch.
 
-Ray runs the methods on the event loop, which alone touches the window. The loader lives on one further thread.
+The ledger decides what is produced when, and what is kept. Every waiting consumer gets an answer: a batch, the end of
+the epoch, or an error. Over its line a consumer gets its batches in order, each once, before it asks for them one by
+one, and never more than it has room for. What the socket does not accept is sent when it does. All else that a consumer
+asks for is a Ray call.
 
-NOTE [Items]. A consumer takes items (kind, payload, state): the batches of an epoch, and then its end. Of some, for the
-consumers' states, `state` is that of the loader before it, or the error in place of one; of an epoch's end it is the
-one after it. A consumer at the place (epoch, number) has taken all items of this epoch before that number.
-
-NOTE [Promises]. A consumer that has ended must not be waited for, and one that is slow must not be dropped, however
-slow it is. So each brings a promise: the reference to the result of its call of `hold`, which lasts as long as it
-reads. Its process owns that reference, and once this is dead, or its node, Ray resolves the reference with an error.
-Ray asks the node for that: a process that merely does not answer, in a debugger for instance, is not taken for dead.
+Threads: Ray runs the methods on the event loop, which alone touches the ledger and the lines. The loader lives on one
+further thread, `rayloader-producer`: the `HostedLoader`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
+import functools
 import logging
 import os
 import pickle
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, TypeVar
 
 import cloudpickle
-from ray.exceptions import RayError
+import ray
 
-from rayloader.actors import session
+from rayloader.actors import session, tcp_line
 from rayloader.actors.image import decode_replica, open_image
-from rayloader.actors.replica import Source
-from rayloader.errors import ShareError, add_note
+from rayloader.errors import ConsumerDroppedError, ShareError, StateError, add_note
 from rayloader.options import is_whole
-from rayloader.protocol import carried
-from rayloader.random.random_state import RandomState
-from rayloader.transport import codec
-from rayloader.transport.lanes import SMALL_BYTES, in_message
+from rayloader.protocol import Caught, carried
+from rayloader.sharing.ledger import END, Ledger, Place, PlacesLeft, Step
+from rayloader.sharing.messages import (
+    REFUSALS,
+    Connection,
+    Kind,
+    Pipeline,
+    Terms,
+    Wants,
+    for_line,
+    packed_content,
+)
+from rayloader.transport import codec, unpicklable
+from rayloader.transport.lanes import Recycled, in_message
+from rayloader.transport.line import Line, Message
+from rayloader.transport.memory_file import MemoryFileError
+from rayloader.transport.raw import new_memory
 
+_T = TypeVar("_T")
 logger = logging.getLogger("rayloader")
-# After consumers have waited for another one for so many seconds, a line in the log names it.
-NOTICE_S = 60.0
-# For so long batches are produced before the consumers are given them: a call costs more than a batch.
-AT_ONCE_S = 0.02
 
 
-class Place(NamedTuple):
-    """How far a consumer has got; see NOTE [Items]."""
+class _Outbox:
+    """A consumer's line: what it is still to be sent.
 
-    epoch: int
-    number: int
+    Args:
+        rank: of the consumer.
+        connection: its number.
+        line: to it, connected.
+        hear: called when something has come, or the line has ended.
+    """
 
+    def __init__(self, rank: int, connection: int, line: Line, hear: Callable[[_Outbox], None]) -> None:
+        self.rank, self.connection, self.line = rank, connection, line
+        self.series = -1
+        self.place: Place | None = None  # of the batch that is sent next; None: there is none
+        self.until = 0  # number after the last batch to send for now
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = line.descriptor
+        self._loop.add_reader(self._descriptor, hear, self)
 
-class Item(NamedTuple):
-    """See NOTE [Items]."""
+    def send(self, body: Message) -> None:
+        """Sends the next batch, or what is in its place."""
+        assert self.place is not None
+        self.line.send(for_line(self.series, self.place.number, body))
+        if self.line.unsent:
+            self._loop.add_writer(self._descriptor, self._send_rest)
+        self.place = self.place._replace(number=self.place.number + 1)
 
-    kind: Literal["batch", "stored", "error", "end"]
-    # The fields of the batch's `Wire`, or the error, pickled; or a reference to Ray's object with such fields, of
-    # several batches, and the index of this one.
-    payload: Any
-    state: Any
+    def end(self, kind: Kind, payload: object = None) -> None:
+        """Sends this in place of the next batch, and none after it."""
+        self.send(packed_content(kind, payload))
+        self.place = None
 
+    def _send_rest(self) -> None:
+        self.line.flush()
+        if not self.line.unsent:
+            self._loop.remove_writer(self._descriptor)
 
-START = Place(0, 0)
-
-
-@dataclass(slots=True)
-class _Reader:
-    """A consumer."""
-
-    place: Place = START
-    joined: bool = False
-    begun: int = -1  # the last epoch that it has begun
-    read: object = None  # its newest call of `read`, until that is answered
-    gone: str = ""  # why it reads no more
+    def close(self) -> None:
+        """Ends the line."""
+        self._loop.remove_reader(self._descriptor)
+        self._loop.remove_writer(self._descriptor)
+        self.place = None
+        self.line.close()
 
 
 class Producer:
-    """The actor of one share.
+    """The actor of one share. A consumer's calls begin with its rank and the number of its connection.
 
-    Args:
-        name: of the share.
-        consumers: how many there are.
-        buffer: how many items are kept at most.
+    What a call raises reaches the caller: one of `REFUSALS`, a LineError where no line is possible, or the error with
+    which the loader could not be opened.
     """
 
-    def __init__(self, name: str, consumers: int, buffer: int) -> None:
-        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # such calls are made only in the thread
-        self._name, self._buffer = name, buffer
-        self._readers = [_Reader() for _ in range(consumers)]
-        self._window: dict[Place, Item] = {}  # in order
-        self._front = START  # of the next item
-        self._sampler_epochs: dict[int, int | None] = {}  # by epoch: what the consumer that began it had set
-        self._facts: dict[str, Any] = {}  # of the loader, once it is open
-        self._failure = ""  # of this file's own code: then everything stops
+    def __init__(self, terms: Terms) -> None:
+        # Blocking calls are made only in the thread, which Ray does not see.
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
+        self._terms = terms
+        self._share = uuid.uuid4().hex
+        self._ledger = Ledger(terms.consumers, terms.buffer, terms.buffer_bytes)
+        self._connections = [0] * terms.consumers  # number of the newest one
+        self._outboxes: list[_Outbox] = []
+        self._sampler_epochs: dict[int, int | None] = {}  # by epoch: what the first consumer had set
         self._changed = asyncio.Event()  # replaced with each change
-        self._tasks: list[asyncio.Task[None]] = []  # asyncio does not keep them
+        self._failure: BaseException | None = None  # of this file's own code: then everything stops
+        self._opened = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None  # produces
+        self._hosted = HostedLoader(terms.name, terms.buffer_bytes)  # only in the thread
         self._thread = ThreadPoolExecutor(1, "rayloader-producer")
-        self._loader: Any = None  # this and the next are the thread's
-        self._iterator: Iterator[Any] = iter(())
 
-    async def open(self, source: Source, random: RandomState) -> None:
-        """For the owner: opens the loader, with the program's global generators."""
-        self._facts = await self._in_thread(self._open, source, random)
-        self._tasks.append(asyncio.create_task(self._produce()))
-        self._tell()
+    async def open(self, pipeline: Pipeline) -> bool:
+        """For the owner: opens the loader; False if that requires the image's contents."""
+        if not await self._in_thread(self._hosted.open, pipeline):
+            return False
+        self._task = asyncio.get_running_loop().create_task(self._produce())
+        self._opened.set()
+        return True
 
     # ---- for the consumers
 
-    async def join(self, rank: int, promise: list[Any]) -> dict[str, Any]:
-        """Makes the caller this consumer, once the loader is open."""
-        if not is_whole(rank) or not 0 <= rank < len(self._readers):
-            raise ValueError(f"rank must be a whole number from 0 to {len(self._readers) - 1}, got {rank!r}")
-        await self._until(lambda: self._facts)
-        reader = self._readers[rank]
-        if reader.joined:
-            state = f"reads no more: {reader.gone}" if reader.gone else "is another object or process"
-            raise ShareError(f"consumer {rank} of the share {self._name!r} {state}; each can join once, for all epochs")
-        reader.joined = True
-        self._tasks.append(asyncio.create_task(self._watch(rank, promise[0])))
-        return {"consumers": len(self._readers), "buffer": self._buffer, **self._facts}
-
-    async def hold(self, rank: int) -> None:
-        """Lasts until this consumer reads no more; see NOTE [Promises]."""
-        await self._until(lambda: self._readers[rank].gone)
-
-    async def read(self, rank: int, place: tuple[int, int], first: int, sampler_epoch: int | None) -> dict[int, Item]:
-        """A consumer has got to this place, and asks for the items of its epoch from number `first` on.
-
-        Returns:
-            What there is of them, by number, as soon as there is one; nothing if the consumer has asked anew meanwhile.
-        """
-        reader, call, wanted = self._readers[rank], object(), Place(place[0], first)
-        begun_with = self._sampler_epochs.setdefault(wanted.epoch, sampler_epoch)
-        if sampler_epoch not in (None, begun_with):
+    async def connect(self, rank: int) -> Connection:
+        """Makes the caller this consumer, and replaces the previous one; waits until the loader is open."""
+        await self._opened.wait()
+        number = self._terms.consumers
+        if not is_whole(rank) or not 0 <= rank < number:
             raise ValueError(
-                f"set_epoch({sampler_epoch}) differs from what the consumer that began this epoch had set, which is "
-                f"{begun_with}; call set_epoch with the same number in all consumers, before each epoch"
+                f"rank must be a whole number from 0 to {number - 1}, got {rank!r}: this share has {number} consumers, "
+                "numbered from 0"
             )
-        reader.begun, reader.read = wanted.epoch, call
-        await self.reach(rank, place)
-        await self._until(lambda: reader.read is not call or wanted in self._window or reader.gone or self._failure)
-        if reader.gone:
-            raise ShareError(f"consumer {rank} of the share {self._name!r} reads no more: {reader.gone}")
-        if self._failure:
-            raise ShareError(f"the producer of the share {self._name!r} has failed:\n{self._failure}")
-        if reader.read is not call:
-            return {}
-        reader.read = None
-        return {at.number: item for at, item in self._window.items() if at >= wanted and at.epoch == wanted.epoch}
+        self._connections[rank] += 1
+        self._check(rank, self._connections[rank])
+        self._tell()
+        return Connection(
+            self._share,
+            self._connections[rank],
+            number,
+            *self._ledger.place_of(rank),
+            self._hosted.length,
+            *self._hosted.pinning,
+            self._terms.origin,
+        )
 
-    async def reach(self, rank: int, place: tuple[int, int]) -> None:
-        """A consumer has got to this place."""
-        self._readers[rank].place = max(self._readers[rank].place, Place(*place))
-        self._forget()
+    async def attach(self, rank: int, connection: int, address: tcp_line.TcpAddress) -> None:
+        """Sends this consumer's batches over a line from now on; raises LineError where there can be none."""
+        self._check(rank, connection)
+        line = await asyncio.get_running_loop().run_in_executor(None, tcp_line.connect, address, new_memory)
+        for outbox in [one for one in self._outboxes if (one.rank, one.connection) == (rank, connection)]:
+            self._hang_up(outbox)
+        self._outboxes.append(_Outbox(rank, connection, line, self._hear))
 
-    async def leave(self, rank: int, why: str) -> None:
-        """A consumer reads no more, and the others do not wait for it."""
-        self._readers[rank].gone = self._readers[rank].gone or why
-        self._forget()
+    async def held_up_by(self) -> list[int]:
+        """The consumers that the others wait for."""
+        return self._ledger.held_up_by()
 
-    async def _watch(self, rank: int, promise: Any) -> None:
-        try:
-            await promise
-        except RayError:
-            logger.info("rayloader: the process of consumer %d of the share %r has ended", rank, self._name)
-            await self.leave(rank, "its process has ended")
+    async def state(self, rank: int, connection: int, epoch: int, taken: int) -> tuple[int, int, Any, int]:
+        """The newest state of the loader that is not after a consumer's place, and how many batches lie between them.
 
-    # ---- the window
+        Before these comes that place, as `Ledger.place_of` tells it.
+        """
+        while True:
+            self._check(rank, connection)
+            self._ledger.reach(rank, Place(epoch, taken))
+            place = self._ledger.place_of(rank)
+            states = await self._in_thread(lambda: dict(self._hosted.states))
+            if before := [known for known in states if known.epoch == place.epoch and known <= place]:
+                break
+            await self._changed.wait()  # all have broken off the epoch before; this one is about to begin
+        state = states[before[-1]]
+        if isinstance(state, BaseException):
+            raise state
+        return (*place, state, place.number - before[-1].number)
 
-    def _lowest(self) -> Place:
-        """The place of the slowest consumer."""
-        return min((reader.place for reader in self._readers if not reader.gone), default=self._front)
-
-    def _forget(self) -> None:
-        """Drops what all consumers have taken, and wakes whoever waits."""
-        for place in [place for place in self._window if place < self._lowest()]:
-            del self._window[place]
+    async def seek(self, rank: int, connection: int, epoch: int, taken: int) -> None:
+        """The consumer continues at this place."""
+        self._check(rank, connection)
+        if not self._ledger.seek(rank, Place(epoch, taken)):
+            raise StateError(
+                f"the state is of batch {taken} of epoch {epoch}, which all consumers have taken and the producer no "
+                "longer keeps; to go back that far, load the state's entry 'loader' into the loader and share it again"
+            )
         self._tell()
 
-    def _is_wanted(self) -> bool:
-        """Whether the next item may be produced, or all consumers have broken off its epoch."""
-        begun = any(reader.begun >= self._front.epoch and not reader.gone for reader in self._readers)
-        return begun and (len(self._window) < self._buffer or self._lowest().epoch > self._front.epoch)
+    async def leave(self, rank: int, connection: int) -> None:
+        """The consumer needs no more batches."""
+        self._check(rank, connection)
+        self._ledger.leave(rank, "it was closed")
+        self._tell()
 
-    async def _produce(self) -> None:
+    def _check(self, rank: int, connection: int) -> None:
+        """Raises the reason why the consumer gets nothing, if there is one."""
+        name = self._terms.name
+        if self._failure is not None:
+            text = "".join(traceback.format_exception(self._failure))
+            raise ShareError(f"the producer of the share {name!r} has failed:\n{text}")
+        if connection != self._connections[rank]:
+            raise ShareError(
+                f"consumer {rank} of the share {name!r} is another object or process by now, which has connected with "
+                "the same rank; give each consumer a rank of its own"
+            )
+        if why := self._ledger.gone(rank):
+            place = self._ledger.place_of(rank)
+            raise ConsumerDroppedError(
+                f"consumer {rank} of the share {name!r} reads no more: {why}; it had taken {place.number} batches of "
+                f"epoch {place.epoch}. Share the loader again, with a longer consumer_timeout if that was it"
+            )
+
+    # ---- over lines
+
+    def _hear(self, outbox: _Outbox) -> None:
+        """A consumer has said something, or has gone."""
+        with self._failing():
+            for message in outbox.line.receive():
+                self._heard(outbox, pickle.loads(message))  # type: ignore[arg-type] # no parcels
+            if outbox.line.ended:
+                self._hang_up(outbox)
+            self._tell()
+
+    def _heard(self, outbox: _Outbox, wants: Wants) -> None:
+        if wants.series != outbox.series:
+            outbox.series, outbox.place = wants.series, Place(wants.epoch, wants.first)
+        outbox.until = wants.until
         try:
-            while True:
-                await self._wait()
-                epoch, number = self._front
-                if self._lowest().epoch > epoch:  # all have broken it off
-                    self._front = Place(epoch + 1, 0)
-                    continue
-                room = self._buffer - len(self._window)
-                for item in await self._in_thread(self._some, number, room, self._sampler_epochs[epoch]):
-                    self._window[self._front] = item
-                    self._front = Place(epoch + 1, 0) if item.kind == "end" else Place(epoch, self._front.number + 1)
-                self._forget()
-        except BaseException:  # otherwise the consumers would wait for ever
-            self._failure = traceback.format_exc()
+            self._check(outbox.rank, outbox.connection)
+            self._check_sampler_epoch(wants)
+        except REFUSALS as error:
+            if outbox.place is not None:
+                outbox.end(Kind.REFUSED, error)
+            return
+        self._ledger.reach(outbox.rank, Place(wants.epoch, wants.taken))
+        self._ledger.ask(outbox.rank, Place(wants.epoch, wants.until - 1))
+
+    def _check_sampler_epoch(self, wants: Wants) -> None:
+        """What the first consumer that begins an epoch says of the sampler's epoch, that of the others must equal."""
+        first = self._sampler_epochs.setdefault(wants.epoch, wants.sampler_epoch)
+        if wants.sampler_epoch is not None and first != wants.sampler_epoch:
+            raise ValueError(
+                f"set_epoch({wants.sampler_epoch}) differs from what the consumer that began this epoch had set, which "
+                f"is {first}; call set_epoch with the same number in all consumers, before each epoch"
+            )
+
+    def _send(self, outbox: _Outbox) -> None:
+        """Sends what a consumer has room for, as far as it is produced."""
+        while outbox.place is not None and outbox.place.number < outbox.until:
+            try:
+                self._check(outbox.rank, outbox.connection)
+            except REFUSALS as error:
+                outbox.end(Kind.REFUSED, error)
+                break
+            found = self._ledger.find(outbox.place)
+            if found is None:
+                break
+            if found is END:
+                outbox.end(Kind.END)
+            else:
+                outbox.send(found)
+
+    def _hang_up(self, outbox: _Outbox) -> None:
+        outbox.close()
+        self._outboxes.remove(outbox)
+
+    # ---- producing
+
+    def _tell(self) -> None:
+        """Something has changed: wakes all waiting calls, and sends what can be sent."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        for outbox in self._outboxes:
+            self._send(outbox)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Tells all consumers if own code fails, for otherwise they would wait for ever."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
             self._tell()
             raise
 
-    async def _wait(self) -> None:
-        """Waits until something is wanted; names those that the others wait for."""
-        while not self._is_wanted():
-            try:
-                await asyncio.wait_for(self._until(self._is_wanted), NOTICE_S)
-            except TimeoutError:
-                if any(reader.read and reader.place >= self._front and not reader.gone for reader in self._readers):
-                    logger.warning(
-                        "rayloader: a consumer of the share %r has waited for %.0f s: consumer(s) %s must first take "
-                        "their batches. If one of these has not joined and never will: "
-                        "rayloader.shared(name, rank).close()",
-                        self._name,
-                        NOTICE_S,
-                        [
-                            rank
-                            for rank, one in enumerate(self._readers)
-                            if not one.gone and one.place == self._lowest()
-                        ],
-                    )
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def _until(self, holds: Callable[[], object]) -> None:
-        while not holds():
-            await self._changed.wait()
-
-    # ---- in the thread
-
-    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    def _open(self, source: Source, random: RandomState) -> dict[str, Any]:
-        sys.path[:] = [*source.sys_path, *(entry for entry in sys.path if entry not in source.sys_path)]
-        content = session.imported().get(source.content[0]) if source.content else None
-        opened = open_image(source.image, here=source.node_id == session.node_id(), content=content)
-        self._loader = loader = decode_replica(*opened, source.carried, "loader")
-        pinning = {"pin_memory": loader.pin_memory, "pin_memory_device": loader.pin_memory_device}
-        loader.pin_memory = False  # the consumers do it
-        random.restore([])
+    async def _produce(self) -> None:
+        with self._failing():
+            while True:
+                await self._go_on()
+                self._tell()
+
+    async def _go_on(self) -> None:
+        """Does the next step, or waits until there is one."""
+        ledger = self._ledger
+        step = ledger.step()
+        if step is Step.WAIT:
+            await self._wait()
+        elif step is Step.BEGIN:
+            epoch = ledger.front.epoch + 1
+            ledger.begin()
+            for past in [past for past in self._sampler_epochs if past < ledger.lowest.epoch]:
+                del self._sampler_epochs[past]
+            error = await self._in_thread(self._hosted.begin, epoch, self._sampler_epochs.get(epoch))
+            if error is not None:
+                ledger.add(*error)
+                ledger.end()
+        else:
+            loop = asyncio.get_running_loop()
+
+            def give(produced: tuple[Message, int] | None) -> None:  # in the thread
+                loop.call_soon_threadsafe(self._take_in, produced)
+
+            await self._in_thread(self._hosted.produce, ledger.front, ledger.lowest, ledger.room, give)
+
+    def _take_in(self, produced: tuple[Message, int] | None) -> None:
+        """The next batch is there; None: the epoch has no more."""
+        with self._failing():
+            if produced is None:
+                self._ledger.end()
+            else:
+                self._ledger.add(*produced)
+            self._tell()
+
+    async def _wait(self) -> None:
+        """Waits until something changes; drops consumers that have kept the others waiting for too long."""
+        timeout, changed = self._terms.consumer_timeout, self._changed
+        if timeout is None or not self._ledger.held_up_by():
+            await changed.wait()
+            return
         try:
-            length: int | str = len(loader)
+            await asyncio.wait_for(self._until_freed(self._ledger.lowest), timeout)
+        except TimeoutError:
+            for rank in self._ledger.held_up_by():
+                self._ledger.leave(rank, why := f"the others had waited for it for {timeout:g} s")
+                logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._terms.name, why)
+
+    async def _until_freed(self, lowest: Place) -> None:
+        while self._ledger.lowest == lowest and self._ledger.held_up_by():
+            await self._changed.wait()
+
+
+# For how many seconds batches are produced without a look at what the consumers do.
+_AT_ONCE_S = 0.001
+# The share of its time that the producer may spend on states of the loader, for the consumers' `state_dict()`.
+STATE_SHARE = 0.01
+
+
+class HostedLoader:
+    """The loader of one share.
+
+    Args:
+        name: of the share.
+        kept_bytes: how many bytes of batches the share keeps, besides those that the loader prefetches.
+
+    Attributes:
+        length: batches in an epoch; or why there is no length.
+        pinning: its pin_memory and pin_memory_device, which the consumers carry out.
+        states: of the loader at some places, or the error in place of one; oldest first. They start with the newest
+            that is not after the slowest consumer's place.
+    """
+
+    def __init__(self, name: str, kept_bytes: int) -> None:
+        self._name, self._kept_bytes = name, kept_bytes
+        self.length: int | str = 0
+        self.pinning = False, ""
+        self.states: dict[Place, Any] = {}
+        self._loader: Any = None
+        self._iterator: Iterator[Any] = iter(())
+        self._copies: Recycled | None = None  # without workers
+        self._began = self._spent = 0.0  # time.perf_counter(); seconds spent on states
+
+    def open(self, pipeline: Pipeline) -> bool:
+        """Opens the loader; False if that requires the image's contents. Raises the errors of unpickling it."""
+        here = pipeline.node_id == session.node_id()
+        sys.path[:] = [*pipeline.sys_path, *(entry for entry in sys.path if entry not in pipeline.sys_path)]
+        content = ray.get(pipeline.content[0]) if pipeline.content is not None else None
+        try:
+            opened = open_image(pipeline.image, here=here, content=content)
+        except MemoryFileError:
+            return False
+        self._loader = loader = decode_replica(*opened, pipeline.carried, "loader")
+        self.pinning = bool(loader.pin_memory), loader.pin_memory_device
+        loader.pin_memory = False  # the consumers pin batches
+        self._copies = Recycled() if loader.num_workers == 0 else None
+        pipeline.random.restore([])
+        try:
+            self.length = len(self._loader)
         except TypeError as error:
-            length = str(error)
-        return {"length": length, "pinning": pinning, "state": self._state()}
+            self.length = str(error)
+        self._began = time.perf_counter()
+        self._note_state(Place(0, 0))
+        return True
 
-    def _some(self, number: int, room: int, sampler_epoch: int | None) -> list[Item]:
-        """The next items of the epoch: one, or as many as come at once, up to half of what is kept.
+    def begin(self, epoch: int, sampler_epoch: int | None) -> tuple[Message, int] | None:
+        """Begins to iterate; returns the error if that fails, in the form of a batch."""
+        loader = self._loader
+        try:
+            if sampler_epoch is not None:
+                loader.set_epoch(sampler_epoch)
+            self._iterator = iter(loader)
+        except Exception as error:  # of the user's objects or the loader: the consumers get it
+            self._iterator = iter(())
+            return self._as_error(error)
+        self._note_state(Place(epoch, 0))
+        return None
 
-        Their large batches are one object of Ray's, which costs little more than if there were one.
+    def produce(
+        self, front: Place, lowest: Place, room: PlacesLeft, give: Callable[[tuple[Message, int] | None], object]
+    ) -> None:
+        """Gives the consumers' batches from the front on, and the bytes of each; None after the last batch.
+
+        They are one, or as many as fit in `room` if they come at once: meanwhile nothing can be asked of the loader,
+        nor does it notice that nobody reads any more.
         """
-        until, items = time.monotonic() + AT_ONCE_S, [self._next(number, sampler_epoch)]
-        # Without workers the dataset may write to the memory of a batch as soon as it is asked for the next.
-        most = min(room, self._buffer // 2) if self._loader.num_workers else 1
-        while len(items) < most and items[-1].kind != "end" and time.monotonic() < until:
-            items.append(self._next(number + len(items), sampler_epoch))
-        if large := [item.payload for item in items if item.kind == "stored"]:
-            ref, indices = session.imported().put(large), itertools.count()
-            items = [one._replace(payload=(ref, next(indices))) if one.kind == "stored" else one for one in items]
-        return items
+        until, nbytes = time.perf_counter() + _AT_ONCE_S, 0
+        for number in range(front.number, front.number + room.batches):
+            found = self._next(Place(front.epoch, number), lowest)
+            give(found)
+            if found is None or (nbytes := nbytes + found[1]) >= room.nbytes or time.perf_counter() >= until:
+                break
 
-    def _next(self, number: int, sampler_epoch: int | None) -> Item:
-        """The next item of the epoch, which begins with number 0."""
-        state = None
+    def _next(self, front: Place, lowest: Place) -> tuple[Message, int] | None:
         try:
-            if number == 0:
-                self._iterator = iter(())  # all that there is if this fails
-                if sampler_epoch is not None:
-                    self._loader.set_epoch(sampler_epoch)
-                self._iterator = iter(self._loader)
-            if number % self._buffer == 0:
-                state = self._state()
-            encoded = codec.encode(next(self._iterator), carry=carried())
+            batch = next(self._iterator)
         except StopIteration:
-            return Item("end", None, self._state())
+            self._note_state(Place(front.epoch + 1, 0))
+            return None
         except Exception as error:  # of the user's objects or the loader
-            state = self._state() if number == 0 and state is None else state
-            return Item("error", self._pickled(error), state)
-        if encoded.carried or encoded.nbytes > SMALL_BYTES:
-            return Item("stored", in_message(encoded), state)
-        return Item("batch", pickle.dumps(in_message(encoded), pickle.HIGHEST_PROTOCOL), state)
+            found = self._as_error(error)
+        else:
+            found = self._as_batch(batch)
+        if self._spent < STATE_SHARE * (time.perf_counter() - self._began):
+            self._note_state(Place(front.epoch, front.number + 1))
+        needed = [place for place in self.states if place <= lowest][-1:]
+        for place in [place for place in self.states if needed and place < needed[0]]:
+            del self.states[place]
+        return found
 
-    def _state(self) -> Any:
+    def _note_state(self, place: Place) -> None:
+        began = time.perf_counter()
         try:
-            return self._loader.state_dict()
-        except Exception as error:  # of the user's objects or the loader: for a consumer that asks for a state
-            return error
+            self.states[place] = self._loader.state_dict()
+        except Exception as error:  # raised in the consumer that asks for it
+            self.states[place] = error if isinstance(error, StateError) else StateError(str(error))
+        self._spent += time.perf_counter() - began
 
-    def _pickled(self, error: Exception) -> bytes:
+    def _as_batch(self, batch: Any) -> tuple[Message, int]:
+        try:
+            encoded = codec.encode(batch, carry=carried())
+        except Exception as error:  # of the user's own pickling
+            unpicklable.note_batch(error, batch, functools.partial(codec.encode, carry=carried()))
+            return self._as_error(error)
+        if self._copies is not None:
+            encoded = encoded._replace(buffers=[self._copies.copy(buffer) for buffer in encoded.buffers])
+        if encoded.carried:
+            return self._as_error(
+                TypeError("a batch of a shared loader must not refer to Ray's objects; call ray.get() in collate_fn")
+            )
+        return packed_content(Kind.BATCH, in_message(encoded), tcp_line.TcpLine.apart), encoded.nbytes
+
+    def _as_error(self, error: Exception) -> tuple[Message, int]:
         if self._loader.num_workers == 0:  # with workers, the traceback is in the text already
             add_note(error, "".join(traceback.format_tb(error.__traceback__)))
         try:
-            pickled: bytes = cloudpickle.dumps(error)
+            pickled = cloudpickle.dumps(error)
             pickle.loads(pickled)
-            return pickled
         except Exception:  # the pickling of its type may raise anything
-            return pickle.dumps(RuntimeError(f"Caught {type(error).__name__} in the producer of a share: {error}"))
+            caught = Caught(error, f"in the producer of the share {self._name!r}")
+            pickled = pickle.dumps(RuntimeError(caught.text))
+        return packed_content(Kind.ERROR, pickled), len(pickled)

@@ -191,7 +191,7 @@ def test_children_that_share_what_they_were_seeded_with_have_the_state_that_was_
 
 def travelled(obj):
     """The object as a worker has it, and its generators."""
-    encoded = codec.encode(obj, mapped=(), special=RECORDED)
+    encoded = codec.encode(obj, replica=True, special=RECORDED)
     with collecting() as unpickled:
         copy = codec.decode(encoded.skeleton, encoded.buffers)
     return copy, Generators({"dataset": copy}, unpickled)
