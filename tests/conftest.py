@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from inside import hide_other_tests, image_files, live_actor_pids, live_memory_files, pool_if_any
+from inside import end_idle_actors, hide_other_tests, image_files, live_actor_pids, live_memory_files, pool_if_any
 
 ROOT = Path(__file__).parents[1]
 PIP_LIMIT = 600  # seconds; on expiry the test fails
@@ -71,20 +71,22 @@ def default_packages(tmp_path_factory):
 def ray_session(keepers):
     """A local Ray with three warm actors; gives the loader that keeps them.
 
-    Actors that no loader can use end at once, instead of a minute later: else each test would see those of the last.
+    Idle actors stay as long as a test takes, and end with it if no loader that lives can use them: else each test would
+    see those of the last.
     """
     import ray
     import torch
     from torch.utils.data import TensorDataset
 
     import rayloader.actors.actors
-    import rayloader.actors.pool
+    import rayloader.actors.lifetimes
     import rayloader.actors.session
     from rayloader import DataLoader, init, shutdown
 
-    rayloader.actors.pool.GRACE_S = 0.0
+    rayloader.actors.lifetimes.GRACE_S = math.inf
     # What the log holds is not to depend on how fast the machine is.
     rayloader.actors.session.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
+    rayloader.actors.lifetimes.LATE_NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         # From now on this program uses Ray, which scripts of the tests can join: on 127.0.0.1 they could not.
@@ -127,6 +129,7 @@ def nothing_left():
     yield
     if "rayloader" not in sys.modules:
         return
+    end_idle_actors(_keepers)
     check_threads(threads)
     check_files(files)
     if "rayloader.actors.pool" in sys.modules:

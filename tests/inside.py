@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import select
 import signal
@@ -121,6 +122,29 @@ def pool_if_any():
     """The pool of this process; None if there is none, and does not make one."""
     module = sys.modules.get("rayloader.actors.pool")
     return None if module is None else module._pool
+
+
+def end_idle_actors(keepers):
+    """As when idle actors have been kept for long enough, except for those that a loader that lives can use.
+
+    It may be one of `keepers`, which spares a search for others.
+    """
+    if (pool := pool_if_any()) is None:
+        return
+    key = sys.modules["rayloader.actors.pool"]._key
+    keys = {key(loader.ray_remote_args or {}) for loader in keepers}
+    if {actor.key for actor in pool.actors} - keys:
+        loader_class = sys.modules["rayloader.loader"].DataLoader
+        keys |= {
+            key(found.ray_remote_args or {}) for found in gc.get_objects() if issubclass(type(found), loader_class)
+        }
+    end_idle_actors_but(keys)
+
+
+def end_idle_actors_but(keys=frozenset()):
+    """As when idle actors have been kept for long enough, except for those with these options."""
+    if (pool := pool_if_any()) is not None:
+        pool.later(lambda: [setattr(actor, "keep_until", 0.0) for actor in pool.actors if actor.key not in keys])
 
 
 def live_actor_pids(pool=None):

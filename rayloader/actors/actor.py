@@ -23,10 +23,10 @@ from typing_extensions import override
 from rayloader.actors import session
 from rayloader.actors._compat_ray import on_completed, said_of_end
 from rayloader.actors.image import Image
+from rayloader.actors.room import demand
 from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
 from rayloader.protocol import WorkerAddress
-from rayloader.transport import memory_file
 from rayloader.workers.connection import NONE_YET, Channel, Mailbox, NeverStarts, Process, Started
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
@@ -115,8 +115,7 @@ class ActorState(Enum):
     """Whom an actor works for; see lifetimes.py."""
 
     LENT = "lent"  # to the lease of a fleet
-    STOPPING = "stopping"  # told to stop, not answered
-    IDLE = "idle"  # warm, or made in advance: free for any loader with the same options
+    IDLE = "idle"  # told to stop, or made in advance: free for any loader with the same options
     GONE = "gone"  # killed, or to be forgotten with its session
 
 
@@ -134,10 +133,11 @@ class Actor(Process):
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it
     state: ActorState = ActorState.LENT
     stopped: RayAnswer | None = None  # to `stop`
-    stop_by: float = math.inf  # time.monotonic(); while it is stopping
-    keep_until: float = math.inf  # time.monotonic(); while it is not lent
+    was_busy: bool = False  # when it was told to stop: user code may go on with what nobody wants any more
+    stop_by: float = math.inf  # time.monotonic(): when it is killed if it is to end and has not answered
+    keep_until: float = math.inf  # time.monotonic(); while it is idle
     no_line: str = ""  # why no line can reach it
-    ends: bool = False  # as soon as it has stopped
+    ends: bool = False  # as soon as it has stopped; nobody can have it any more
     hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
 
     @property
@@ -146,26 +146,24 @@ class Actor(Process):
         return True
 
     @property
-    def is_new(self) -> bool:
-        """Whether it was created in advance and has never been lent; it may not run yet."""
-        return self.state is ActorState.IDLE and self.stopped is None
-
-    @property
     def stops(self) -> bool:
         """Whether it was told to stop, and has not answered."""
         return self.stopped is not None and self.stopped.value is NONE_YET
 
     @property
-    def reserves(self) -> bool:
-        """Whether it takes CPUs or GPUs from others as long as it lives, idle or not."""
-        return bool(self.options.get("num_cpus") or self.options.get("num_gpus"))
+    def node_id(self) -> str:
+        """Where it runs; "" if that is not known yet."""
+        return "" if self.address is None else self.address.node_id
+
+    @property
+    def holds(self) -> dict[str, float]:
+        """What it takes from others as long as it runs, idle or not, by Ray's names; nothing before."""
+        return {} if self.address is None else demand(self.options)
 
     @property
     def is_near(self) -> bool:
-        """Whether it is on this machine and can open our files."""
-        if self.address is None:
-            return all_see_us()
-        return self.address.node_id == session.node_id() and self.address.reaches_driver
+        """Whether it is known to be on this machine and to open our files."""
+        return self.address is not None and self.node_id == session.node_id() and self.address.reaches_driver
 
     @override
     def cause(self, error: Exception | None) -> str:
@@ -199,8 +197,3 @@ class Actor(Process):
         if self.hosted is None or self.hosted[0] != image.address.name:
             return False
         return self.hosted[1].succeeded and self.hosted[1].value is not None
-
-
-def all_see_us() -> bool:
-    """Whether all actors are known to be on this machine and to open our files: so it is in a Ray of our own."""
-    return session.started_here() and memory_file.others_may_open()

@@ -18,7 +18,7 @@ import ray
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors.actor import Actor, Lease, Ref, all_see_us, watch
+from rayloader.actors.actor import Actor, Lease, Ref, watch
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
 from rayloader.actors.image import Image
 from rayloader.actors.pool import Pool
@@ -67,8 +67,9 @@ class Actors(Processes):
     ) -> None:
         self._pool = pool
         self._remote_args = options.ray_remote_args
-        self._lease: Lease | None = pool.begin_lease(loader, self._remote_args, name)  # None after `release`
+        self._lease: Lease | None = pool.begin_lease(loader, name)  # None after `release`
         self._lines = options.uses_lines  # otherwise every call and every batch goes through Ray
+        self._contents: list[Ref] = []  # the image in Ray's store, while processes on other nodes may need it
         self._memory = Recycled(accelerator)  # for data from the network
         self._reaches_far = False
         self._notice_at = time.monotonic() + NOTICE_S  # when to say what the program waits for
@@ -115,11 +116,6 @@ class Actors(Processes):
     @override
     def leased_bytes(self) -> int:  # type: ignore[override]
         return self._memory.leased_bytes
-
-    @property
-    @override
-    def all_are_near(self) -> bool:  # type: ignore[override]
-        return all_see_us()
 
     # ---- channels
 
@@ -169,7 +165,10 @@ class Actors(Processes):
 
     @override
     def sources(self, others: list[Actor]) -> Callable[[Actor], Source]:
-        return functools.partial(self._source, others, [], module_folders())
+        contents = self._contents
+        if all(actor.address is not None or actor.lost for actor in others):  # the last ones begin
+            self._contents = []
+        return functools.partial(self._source, others, contents, module_folders())
 
     def _source(self, others: list[Actor], contents: list[Ref], folders: list[str], actor: Actor) -> Source:
         """Where a worker gets its replica from.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from rayloader.actors._compat_ray import cluster_status, draining_nodes
 from rayloader.workers.janitor import Janitor
 
 # How long an answer is good for, in seconds.
-INTERVAL_S = 2.0
+INTERVAL_S = 1.0
 # How long each of the two parts of an answer may take, in seconds. A GCS that lives answers in milliseconds.
 ASK_LIMIT_S = 5.0
 # Version 1 of the autoscaler reports every 5 s. A report that is older than this, in seconds, is of one that has ended.
@@ -28,6 +29,7 @@ REPORT_LIMIT_S = 60.0
 # How version 1 names the nodes of a cluster that it only watches: there is no autoscaler then.
 _WATCHED = "node_"
 _DEAD, _DRAINING = 2, 4  # `NodeStatus` in Ray's autoscaler.proto
+_IN = 1  # `LabelSelectorOperator` in Ray's common.proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,44 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """What is to have room on one node.
+
+    Attributes:
+        amounts: what it asks for, by the names of resources.
+        labels: alternatives, each a list of what the node's labels must be: key, values, and whether the node's is to
+            be one of them. None: any node will do.
+        node_id: of the only node that will do, if there is one.
+    """
+
+    amounts: Mapping[str, float]
+    labels: Sequence[Sequence[tuple[str, frozenset[str], bool]]] = ()
+    node_id: str | None = None
+
+    def may_be_on(self, node: Node) -> bool:
+        """Whether a node would do, if it had room."""
+        if self.node_id is not None:
+            return node.node_id == self.node_id
+        return not self.labels or any(
+            all((node.labels.get(key) in values) is wanted for key, values, wanted in alternative)
+            for alternative in self.labels
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """So many times, all of this together waits for room: a task, an actor, or the bundles of a placement group."""
+
+    wants: tuple[Want, ...]
+    times: int = 1
+
+    def __str__(self) -> str:
+        return " and ".join(
+            ", ".join(f"{name} {amount:g}" for name, amount in sorted(want.amounts.items())) for want in self.wants
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStatus:
     """The cluster at one moment.
 
@@ -57,6 +97,7 @@ class ClusterStatus:
         nodes: that live.
         demand: what tasks and actors ask for that have no place: the resources of one of them, and of how many. Ray
             leaves out those that have to be on a certain node. None: it is not known.
+        waiting: the same, with what their nodes' labels must be, and placement groups.
         coming: how many nodes an autoscaler is starting.
         draining: the nodes that will leave, and when, in milliseconds since 1970; 0 if that is open.
         at: when Ray was asked, time.monotonic().
@@ -64,6 +105,7 @@ class ClusterStatus:
 
     nodes: tuple[Node, ...]
     demand: tuple[tuple[Mapping[str, float], int], ...] | None = None
+    waiting: tuple[Waiting, ...] = ()
     coming: int = 0
     draining: Mapping[str, int] = field(default_factory=dict)
     at: float = field(default_factory=time.monotonic)
@@ -74,13 +116,15 @@ class Cluster:
 
     Args:
         alive: whether the session still lives.
+        heard: called when the thread has an answer for `look`.
 
     Attributes:
         status: what was heard last; None if there was no answer.
     """
 
-    def __init__(self, alive: Callable[[], bool]) -> None:
+    def __init__(self, alive: Callable[[], bool], heard: Callable[[], object] = lambda: None) -> None:
         self._alive = alive
+        self._heard = heard
         self._due = -math.inf  # time.monotonic(): when to ask next; infinite while somebody asks
         self.status: ClusterStatus | None = None
 
@@ -90,6 +134,7 @@ class Cluster:
             self._due = math.inf
             asks.start()
             asks.later(self.ask)
+            asks.later(self._heard)
         return self.status
 
     def ask(self) -> ClusterStatus | None:
@@ -121,6 +166,7 @@ def _read() -> ClusterStatus:
     return ClusterStatus(
         tuple(_node(state) for state in states),
         tuple((dict(one.request.resources_bundle), int(one.count)) for one in state.pending_resource_requests),
+        tuple(_waiting(state)),
         _coming(reply.autoscaling_state, report),
         draining_nodes(ray) if any(node.status == _DRAINING for node in states) else {},
         now,
@@ -131,6 +177,32 @@ def _node(state: Any) -> Node:
     """A node by Ray's `NodeState`."""
     total, free = dict(state.total_resources), dict(state.available_resources)
     return Node(state.node_id.hex(), state.node_ip_address, total, free, dict(state.labels))
+
+
+def _waiting(state: Any) -> Iterator[Waiting]:
+    for one in state.pending_resource_requests:
+        yield Waiting((_want(one.request),), int(one.count))
+    for group in state.pending_gang_resource_requests:
+        wants = [_want(request) for request in group.requests]
+        if any(place.HasField("affinity") for request in group.requests for place in request.placement_constraints):
+            together: Counter[str] = Counter()  # on one node
+            for want in wants:
+                together.update(want.amounts)
+            wants = [Want(dict(together))]
+        if wants:
+            yield Waiting(tuple(wants))
+
+
+def _want(request: Any) -> Want:
+    """By Ray's `ResourceRequest`."""
+    labels = [
+        [
+            (label.label_key, frozenset(label.label_values), label.operator == _IN)
+            for label in selector.label_constraints
+        ]
+        for selector in request.label_selectors
+    ]
+    return Want(dict(request.resources_bundle), labels)
 
 
 def _coming(state: Any, report: Mapping[str, Any]) -> int:

@@ -2,15 +2,20 @@
 
 Promise: every change of an actor's state is made here.
 
-    LENT --> STOPPING --> IDLE --> LENT again; LENT --> IDLE if no call is unanswered; any --> GONE
+    LENT --> IDLE --> LENT again; any --> GONE
 
 An actor is LENT from its creation on, to the lease of one fleet, whether it has found its place yet or not. A lease
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
-holder at any line. Actors that `rayloader.init` has created in advance are IDLE, without a deadline, until they are
-lent. STOPPING actors have not answered `stop`; late ones are killed. IDLE ones are warm: what user code has left in
-their process is still there. They may be lent to any loader with the same options, and are killed some time after the
-last such loader is gone; in a Ray that others use too, those that hold CPUs are killed so soon after their epoch,
-because others may wait for these.
+holder at any line. IDLE ones were told to stop, and are warm: what user code has left in their process is still there.
+They may be lent to any loader with the same options, though they have not answered `stop` yet, and end `GRACE_S` after
+they came back, or at once when something else in the cluster waits for what they hold (demand.py). Actors that
+`rayloader.init` has created in advance are IDLE without a deadline until they are lent.
+
+NOTE [Slow is not dead]
+A process that gets no time on a busy machine does not answer for a while, and starting another one there takes much
+longer. So `iter()` waits for a warm actor that is late, and for nothing else: it is given up when Ray says that it has
+ended. Only code of the user's could keep it for ever. Where no batch was under way when it was told to stop, none runs,
+and it is given up after `GIVE_UP_S`; otherwise it may be at a batch that nobody wants, and `UNWANTED_S` are enough.
 
 Threads: the users' threads lend. Everything else, below the line, is done by the thread of the `Janitor`, which ends
 what finalizers leave behind, and keeps deadlines. `_lock` guards the step from IDLE to LENT or GONE; Ray calls under it
@@ -24,7 +29,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -36,12 +41,16 @@ from rayloader.interrupts import new_lock
 from rayloader.workers.connection import NONE_YET
 from rayloader.workers.janitor import janitor
 
-# How long an actor that was told to stop may continue: its work is of no use any more, but user code may have something
-# to finalize. As long as torch waits for a worker.
+# How long actors are kept after their work: between two epochs lie a checkpoint, a validation, a notebook's cell.
+GRACE_S = 60.0
+# How long an actor that is to end may take to stop: its work is of no use any more, but user code may have something to
+# finalize. As long as torch waits for a worker.
 STOP_TIMEOUT_S = 5.0
-# How long a new epoch waits for actors that are stopping: about what a new actor would take to start, most of it CPU
-# time for the import of torch, so that on a busy machine both take longer.
-REUSE_WAIT_S = 2.5
+# See NOTE [Slow is not dead].
+GIVE_UP_S = 300.0
+UNWANTED_S = 30.0
+# After how many seconds of waiting for a late actor a line in the log says so.
+LATE_NOTICE_S = 5.0
 
 logger = logging.getLogger("rayloader")
 
@@ -71,56 +80,60 @@ class Lifetimes:
             actor.lease = lease.ref
         self.actors.append(actor)
 
-    def lend(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
-        """Lends up to `count` idle actors that prove to be alive; waits a little for those that are stopping."""
-        give_up = time.monotonic() + REUSE_WAIT_S
-        taken = self._take_idle(lease, key, count)
-        while len(taken) < count:
-            spare = [a for a in list(self.actors) if a.state is ActorState.STOPPING and a.key == key]
-            stopping = [actor for actor in spare if not actor.ends]
-            remaining = give_up - time.monotonic()
-            if not stopping or remaining <= 0:
-                break
-            calls = [actor.stopped.ref for actor in stopping if actor.stopped is not None]
-            wait_for(calls, min(len(stopping), count - len(taken)), remaining)
-            taken += self._take_idle(lease, key, count - len(taken))
-        return self._proved(taken) if self._alive() else []
-
-    def _take_idle(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
+    def take(self, lease: Lease, key: bytes, count: int) -> list[Actor]:
+        """Lends up to `count` idle actors, which may not be alive any more: see `proved`."""
         with self._lock:
-            self._settle()
             idle = [a for a in self.actors if a.state is ActorState.IDLE and a.key == key and not a.ends]
-            # First those with CPUs of their own, which may have come when others of a fleet were at work already.
-            idle = sorted(idle, key=lambda actor: -(actor.options.get("num_cpus") or 0))[:count]
-            for actor in idle:
+            # First those that run and are free, and of these those with CPUs of their own, which may have come when
+            # others of a fleet were at work already.
+            idle.sort(key=lambda a: (a.address is None, a.was_busy and a.stops, -(a.options.get("num_cpus") or 0)))
+            for actor in idle[:count]:
                 actor.lease = lease.ref
                 actor.state = ActorState.LENT
-            return idle
+                if actor.stopped is None:  # it may not run yet, and its loader has waited no longer
+                    actor.created_at = time.monotonic()
+            return idle[:count]
 
-    def _proved(self, actors: list[Actor]) -> list[Actor]:
-        """Those that answer: they have finished `stop`, are as new, and have not died since. The others are killed."""
-        new = [actor for actor in actors if actor.stopped is None]  # created in advance: nothing to prove
-        probed = {actor: actor.stopped.ref for actor in actors if actor.stopped is not None}
-        calls = [ref for actor, stopped in probed.items() for ref in (stopped, actor.handle.hello.remote())]
-        answers = wait_for(calls, len(calls), STOP_TIMEOUT_S)
-        alive = new
-        for actor, *both in zip(probed, answers[::2], answers[1::2], strict=True):
-            lost = any(answer is NONE_YET or isinstance(answer, RayError) for answer in both)
-            if lost:  # it neither answers nor ends, or has died
+    def proved(self, actors: list[Actor]) -> list[Actor]:
+        """Those of the actors just taken that answer: they have finished `stop`, are as new, and have not died since.
+
+        Waits for those that are late, see NOTE [Slow is not dead]; the others are killed.
+        """
+        if not self._alive():
+            return []
+        alive = [actor for actor in actors if actor.stopped is None]  # no user code has run there: nothing to prove
+        calls = {
+            actor: (actor.stopped.ref, actor.handle.hello.remote()) for actor in actors if actor.stopped is not None
+        }
+        began = time.monotonic()
+        patience = {actor: UNWANTED_S if actor.was_busy else GIVE_UP_S for actor in calls}
+        until_notice = min([LATE_NOTICE_S, *patience.values()])
+        answers = wait_for([call for both in calls.values() for call in both], 2 * len(calls), until_notice)
+        answered = dict(zip(calls, zip(answers[::2], answers[1::2], strict=True), strict=True))
+        late = [actor for actor, both in answered.items() if any(answer is NONE_YET for answer in both)]
+        if late:
+            logger.warning(
+                "rayloader: waiting for %d warm worker processes, which have not answered for %g s: the machine is "
+                "busy, or they are still at batches that nobody wants",
+                len(late),
+                until_notice,
+            )
+        for actor, both in answered.items():
+            if actor in late:
+                one, other = both = tuple(wait_for(calls[actor], 2, began + patience[actor] - time.monotonic()))
+                if one is NONE_YET or other is NONE_YET:
+                    logger.warning(
+                        "rayloader: a warm worker process is ended, which has not answered for %g s; a new one takes "
+                        "its place",
+                        patience[actor],
+                    )
+            if any(answer is NONE_YET or isinstance(answer, RayError) for answer in both):
                 janitor.later(functools.partial(self.kill, actor))
             else:
                 actor.lane.abandon()  # all its calls are answered
                 actor.lane.rest(False)
                 alive.append(actor)
         return alive
-
-    def _settle(self) -> None:
-        """Makes those idle that have answered `stop`, even if only by their death: `lend` will notice that."""
-        stopping = [actor for actor in self.actors if actor.state is ActorState.STOPPING]
-        if stopping and self._alive():
-            for actor in stopping:
-                if actor.stopped is not None and actor.stopped.value is not NONE_YET:
-                    actor.state = ActorState.IDLE
 
     # ---- in the janitor's thread
 
@@ -145,14 +158,18 @@ class Lifetimes:
             self.kill(actor)
             return
         try:
-            actor.stopped = RayAnswer(actor.handle.stop.remote())
+            if actor.has_started():
+                actor.stopped = RayAnswer(actor.handle.stop.remote())
+                on_completed(actor.stopped.ref, functools.partial(self._stopped, actor))
         except Exception:  # whatever Ray raises; without this call it could be neither reused nor waited for
             self.kill(actor)
             return
-        on_completed(actor.stopped.ref, functools.partial(self._stopped, actor))
         actor.lane.rest(True)
-        actor.lease, actor.stop_by, actor.keep_until = None, time.monotonic() + STOP_TIMEOUT_S, math.inf
-        actor.state = ActorState.STOPPING if busy else ActorState.IDLE
+        now = time.monotonic()
+        actor.lease, actor.was_busy, actor.stop_by, actor.keep_until = None, busy, now + STOP_TIMEOUT_S, now + GRACE_S
+        actor.state = ActorState.IDLE
+        if actor.ends and not actor.stops:
+            self.kill(actor)
 
     def _stopped(self, actor: Actor, _: Any) -> None:  # in one of Ray's threads
         if actor.ends:
@@ -177,11 +194,10 @@ class Lifetimes:
             with contextlib.suppress(RayError, ValueError):  # it may be gone already
                 ray.kill(actor.handle)
 
-    def kill_spare(self, *, but: bytes | None = None) -> None:
-        """Ends all actors that are not lent, except for those with certain options."""
-        for actor in list(self.actors):
-            if actor.key != but:
-                self.kill(actor, if_spare=True)
+    def end_idle(self, actor: Actor) -> None:
+        """Ends an actor, unless it was lent meanwhile, though its time has not come."""
+        actor.keep_until = 0.0
+        self.kill(actor, if_spare=True)
 
     def kill_all(self) -> None:
         """Ends all actors, those that are stopping after they have finished that, if they do in time."""
@@ -192,13 +208,8 @@ class Lifetimes:
         for actor in list(self.actors):
             self.kill(actor)
 
-    def tidy(self, usable: Collection[bytes], grace: float, *, shared: bool) -> float | None:
-        """Takes back the actors of lost leases, and kills those that are late.
-
-        Args:
-            usable: options of the loaders that live.
-            grace: seconds that an actor is kept if no loader could use it.
-            shared: others use this Ray too: an actor that reserves CPUs is kept no longer, whoever could use it.
+    def tidy(self) -> float | None:
+        """Takes back the actors of lost leases, and ends those whose time has come.
 
         Returns:
             The seconds until the next deadline; None if there is none.
@@ -206,19 +217,18 @@ class Lifetimes:
         for actor in list(self.actors):
             if actor.state is ActorState.LENT and (actor.lease is None or actor.lease() is None):
                 self.give_back(actor, busy=True)
-        now = time.monotonic()
-        spare = [actor for actor in list(self.actors) if actor.state is not ActorState.LENT]
-        for actor in spare:
-            stays = actor.is_new or (actor.key in usable and not (shared and actor.reserves))
-            actor.keep_until = math.inf if stays else min(actor.keep_until, now + grace)
-        if any(actor.state is ActorState.STOPPING and now >= actor.stop_by for actor in spare):
-            with self._lock:
-                self._settle()
+        now, ended = time.monotonic(), 0
         deadline = math.inf
-        for actor in spare:
-            moments = actor.keep_until, actor.stop_by if actor.stops else math.inf
+        for actor in list(self.actors):
+            if actor.state is ActorState.LENT:
+                continue
+            moments = actor.keep_until, actor.stop_by if actor.ends and actor.stops else math.inf
             if now >= min(moments) or not self._alive():
+                ended += not actor.ends
                 self.kill(actor, if_spare=True)
+                moments = actor.keep_until, actor.stop_by if actor.stops else math.inf
             if actor.state is not ActorState.GONE:
                 deadline = min([deadline, *(moment for moment in moments if moment > now)])
+        if ended:
+            logger.info("rayloader: %d worker processes end, which have been idle for %g s", ended, GRACE_S)
         return max(0.0, deadline - now) if deadline < math.inf else None

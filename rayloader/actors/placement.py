@@ -29,8 +29,6 @@ START_TIMEOUT_S = 60.0
 # How long where it has its place, and Ray starts its process, or where an autoscaler starts nodes. These take minutes.
 LONG_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
-# How long new actors may wait before idle ones of other loaders, which may hold the resources, must make room.
-ROOM_PATIENCE_S = 5.0
 # When Ray is asked this long after an actor was created, the answer tells whether it has a place. A node reports ten
 # times a second what it has no room for, but may be busy.
 REPORTED_S = 3.0
@@ -61,13 +59,6 @@ class Placement:
         status = self._cluster.ask()
         ours = status is not None and any(session.OVERSUBSCRIBE_RESOURCE in node.total for node in status.nodes)
         return {"enable_task_events": False, "num_cpus": 0 if ours else 1, **remote_args}
-
-    def would_have_room(self, options: dict[str, Any], count: int) -> bool:
-        """Whether so many actors with these options have no room, and more of them would if others ended."""
-        needs, status = room.demand(options), self._cluster.status
-        nodes = () if status is None else status.nodes
-        free = sum(room.most(node.free, needs) for node in nodes)
-        return free < min(count, sum(room.most(node.total, needs) for node in nodes))
 
     def where(self, options: dict[str, Any], count: int, starting: int) -> list[tuple[dict[str, Any], bool | None]]:
         """The option that says where each of `count` actors with these options runs, if they leave it open.

@@ -1,9 +1,8 @@
 """The actors of this process: started, lent to fleets, ended. The driver's side of Ray.
 
 Promise: every actor of this process belongs to the one `Pool` of the current Ray session. It is lent to a fleet, or
-warm for the next one; see lifetimes.py. It ends some time after the last loader that could use it, with `shutdown()`,
-or with the driver. Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in
-session.py).
+warm for the next one; see lifetimes.py. It ends some time after its work, with `shutdown()`, or with the driver.
+Nothing here calls Ray once the session that the actors came from is gone (NOTE [sessions] in session.py).
 
 Threads: any thread may call. Finalizers (a lease's, a loader's, an iterator's) only enqueue
 jobs for the janitor.
@@ -21,7 +20,6 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -32,9 +30,10 @@ from ray.util.metrics import Counter, Gauge
 from rayloader.actors import session
 from rayloader.actors._compat_ray import leave_out_deaths
 from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.actors.cluster import Cluster, asks
+from rayloader.actors.cluster import INTERVAL_S, Cluster, asks
+from rayloader.actors.demand import Demand
 from rayloader.actors.lifetimes import Lifetimes
-from rayloader.actors.placement import MOVE_PATIENCE_S, ROOM_PATIENCE_S, Draining, Placement
+from rayloader.actors.placement import MOVE_PATIENCE_S, Draining, Placement
 from rayloader.actors.process import WorkerProcess
 from rayloader.errors import RaySessionError, add_note
 from rayloader.interrupts import TICK_S, Bell, DaemonThread, new_lock
@@ -42,23 +41,10 @@ from rayloader.observe.metrics import Metrics
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import ray_use
 from rayloader.workers.connection import NeverStarts
-from rayloader.workers.janitor import Notes, ends_with_program, janitor
-
-# How long actors are kept after the last loader that could use them is gone, so that a new loader for each epoch
-# finds them warm. In a Ray that was joined, those that hold CPUs are kept no longer after an epoch either: the program
-# itself may wait for them in `ray.get`.
-GRACE_S = 60.0
-JOINED_GRACE_S = 2.0
+from rayloader.workers.janitor import ends_with_program, janitor
 
 _remote_worker: Any = ray.remote(WorkerProcess)
 leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
-
-
-@dataclass(eq=False, slots=True)
-class _Usable:
-    """What a loader that has iterated in this session can use."""
-
-    key: bytes = b""  # of the options that its actors are created with
 
 
 class Pool:
@@ -68,9 +54,9 @@ class Pool:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(self.session_alive)
-        self._cluster = Cluster(self.session_alive)
+        self._cluster = Cluster(self.session_alive, heard=self._tidy_soon)
         self.placement = Placement(self._cluster)
-        self._usable = Notes(_Usable)  # by loaders
+        self._demand = Demand()
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         exports_metrics = session.exports_metrics()  # Ray is asked here, not by the janitor
@@ -97,19 +83,17 @@ class Pool:
 
     # ---- for fleets
 
-    def begin_lease(self, loader: object, remote_args: dict[str, Any], name: str = "") -> Lease:
+    def begin_lease(self, loader: object, name: str = "") -> Lease:
         """A lease for the fleet of an iterator of `loader`; the actors lent to it come back with it.
 
         Args:
-            loader: whose options these are, until it is gone.
-            remote_args: the user's options of actors.
+            loader: whose metrics Ray is told.
             name: of the loader, for the names of actors.
         """
         self.wait()  # after this, actors that finalizers have left are warm
-        self._usable.of(loader).key = _key(remote_args)
         if self._metrics.watch(loader):
             self.later(self.tidy)
-        return Lease(self._tidy_later, name)
+        return Lease(self._tidy_soon, name)
 
     def has_warm(self, remote_args: dict[str, Any], count: int) -> bool:
         """Whether so many actors are warm, or becoming warm, for loaders with these options."""
@@ -117,19 +101,21 @@ class Pool:
         return sum(actor.key == key and actor.state is not ActorState.LENT for actor in self.actors) >= count
 
     def lend(self, lease: Lease, remote_args: dict[str, Any], count: int, *, fresh: bool) -> list[Actor]:
-        """Lends `count` actors until the lease ends: warm ones first, the rest started in parallel.
+        """Lends `count` actors until the lease ends: those that others have left first, and new ones beside them.
 
-        Waits for actors that are becoming warm, but not until new ones run.
+        Waits for those that are late, but not until new ones run.
         """
         self._check_lends()
         key = _key(remote_args)
-        actors = [] if fresh else self._lifetimes.lend(lease, key, count)
-        if len(actors) < count and not fresh and self._is_garbage_lent(lease, key):
-            actors += self._lifetimes.lend(lease, key, count - len(actors))
-        if len(actors) < count:
+        taken = [] if fresh else self._lifetimes.take(lease, key, count)
+        if len(taken) < count and not fresh and self._is_garbage_lent(lease, key):
+            taken += self._lifetimes.take(lease, key, count - len(taken))
+        created = self._create(lease, remote_args, count - len(taken), key)
+        proved = self._lifetimes.proved(taken)
+        if len(proved) < len(taken):
             self._check_lends()  # again after the wait: in an ended session a Ray call starts another one
-            actors += self._create(lease, remote_args, count - len(actors), key)
-        return actors
+            created += self._create(lease, remote_args, len(taken) - len(proved), key)
+        return proved + created
 
     def _is_garbage_lent(self, lease: Lease, key: bytes) -> bool:
         """Whether actors were lent to garbage, and come back now, which saves the start of others.
@@ -180,33 +166,29 @@ class Pool:
         janitor.wait()
 
     def check_pending(self, pending: list[Actor], of: int) -> None:
-        """Has idle actors make room for those that have not started; raises WorkerStartError after a while."""
+        """Raises WorkerStartError if these actors have not started for too long."""
         for actor in self.actors:  # those of other fleets too: where many start at once, each has to wait for its turn
             with contextlib.suppress(RayError, NeverStarts):
                 actor.has_started()
         news = [actor.started_at for actor in self.actors if actor.started_at is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
         self.placement.check(pending, of, waited)
-        if waited > ROOM_PATIENCE_S:
-            self.later(self._lifetimes.kill_spare)
 
     # ---- ends
 
     def tidy(self) -> float | None:
         """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
-        usable = {loader.key for loader in self._usable}
-        shared = not session.started_here()
-        left = self._lifetimes.tidy(usable, JOINED_GRACE_S if shared else GRACE_S, shared=shared)
-        metrics = self._metrics.tell() if self.session_alive() else None
-        drains = self._look_for_drains() if self.session_alive() else None
-        return min((seconds for seconds in (left, metrics, drains) if seconds is not None), default=None)
+        deadlines = [self._lifetimes.tidy()]
+        for look in (self._metrics.tell, self._look_for_drains, self._look_for_demand):
+            if self.session_alive():
+                deadlines.append(look())
+        return min((seconds for seconds in deadlines if seconds is not None), default=None)
 
     def shutdown(self) -> None:
         """Kills every actor; callable more than once."""
         self._lifetimes.closed = True
         janitor.do(self._end_metrics)
         janitor.do(self._lifetimes.kill_all)
-        self._usable.clear()
         if self._probe is not None:
             self._probe.close()
 
@@ -229,13 +211,25 @@ class Pool:
                 self._lifetimes.kill(actor, if_spare=True)
         return seconds
 
-    def _tidy_later(self, _: object) -> None:
+    def _look_for_demand(self) -> float | None:
+        """Ends idle actors that are in the way of what else waits for room, which Ray is asked while there are any."""
+        actors = self.actors
+        idle = [actor for actor in actors if actor.state is ActorState.IDLE and not actor.ends and actor.holds]
+        if not idle:
+            return None
+        if (status := self._cluster.look()) is not None:
+            pending = [actor for actor in actors if actor.state is ActorState.LENT and actor.address is None]
+            for actor in self._demand.in_the_way(status, idle, pending):
+                self._lifetimes.end_idle(actor)
+        return INTERVAL_S
+
+    def _tidy_soon(self, _: object = None) -> None:
         self.later(self.tidy)
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
+        if not count:
+            return []
         options = self.placement.options(remote_args)
-        if self.placement.would_have_room(options, count):  # idle actors that these loaders cannot use may hold it
-            self.later(functools.partial(self._lifetimes.kill_spare, but=key))
         places = self.placement.where(options, count, sum(actor.started_at is None for actor in self.actors))
         try:
             actors = [self._make(lease, key, options, *place) for place in places]

@@ -178,6 +178,11 @@ class Engine:
             return self.schedule.finished
 
     @property
+    def over(self) -> bool:
+        """Whether every batch was taken, and nothing more will come. For the user's thread."""
+        return self.schedule.finished and not self._is_under_way
+
+    @property
     def broken(self) -> bool:
         """Whether an interrupt has left something half changed, see NOTE [interrupts]."""
         return self._drawing or self.changes.are_broken

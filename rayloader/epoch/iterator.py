@@ -426,6 +426,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 del self  # which these lead to
                 raise error.with_traceback(_below_torchs(error.__traceback__)) from None
         self._task = task
+        if not self._persistent_workers and self._engine is not None and self._engine.over:
+            self._release()  # now: a program that counts batches does not ask for another one, and keeps the iterator
         return data
 
     def _release(self) -> None:

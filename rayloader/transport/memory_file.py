@@ -29,7 +29,6 @@ import numpy as np
 
 from rayloader.errors import RayloaderError, ReplicaMemoryError
 
-_PR_GET_DUMPABLE = 3
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux, the same on all its common machines
 # Smaller sizes are not checked: the check would cost more than it is worth.
 _SMALL = 1 << 24
@@ -152,11 +151,6 @@ def open_file(address: FileAddress, *, writable: bool) -> int:
         os.close(fd)
         raise MemoryFileError(f"{path} is named {address.name}, but is not that file")
     return fd
-
-
-def others_may_open() -> bool:
-    """Whether the kernel lets other processes of the same user open this one's descriptors."""
-    return bool(libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
 _boot_id = Path("/proc/sys/kernel/random/boot_id")

@@ -28,8 +28,6 @@ from rayloader.workers.processes import Processes
 if TYPE_CHECKING:
     from rayloader.gpu.device import Accelerator
 
-# While waiting for workers to report where they are: how often to check whether that has become hopeless, in seconds.
-LOCATE_TICK_S = 1.0
 # How many replacement processes may fail to start before the helping processes keep the work.
 MOST_FAILED_STARTS = 3
 
@@ -274,42 +272,33 @@ class Fleet:
     # ---- workers begin
 
     def begin(self, setups: list[Setup], journals: list[Journal]) -> None:
-        """Tells the processes which workers they are.
-
-        Raises:
-            WorkerStartError: in a Ray that was not started here, a worker found no place.
-        """
+        """Tells the processes that run which workers they are; the others' workers are away until they run."""
         self.check_session()
         self.workers = [
             Worker(setup, journal, self.hosts[setup.worker_id % len(self.hosts)], self.mailbox)
             for setup, journal in zip(setups, journals, strict=True)
         ]
-        if not self.processes.all_are_near:
-            while any(process.address is None and not process.lost for process in self.hosts):
-                self.wait(LOCATE_TICK_S)
-                try:
-                    self.check_started()
-                except ProcessLost as lost:  # its workers stay away; the epoch begins them elsewhere
-                    self.lose(lost.process)
-        self._begin([worker for worker in self.workers if not worker.host.lost])
+        self._begin(self._ready)
 
     def revive(self) -> list[Worker]:
         """Begins the workers that are away and have a host by now; the epoch must then repeat their journals' calls.
 
         Raises:
             ProcessLost: a host could not be started.
-            WorkerStartError: one found no place.
         """
         if not [worker for worker in self.workers if worker.away]:
             return []
         self.check_session()
-        near = self.processes.all_are_near
-        if not near:
-            self.check_started()
-        hosted = [worker for worker in self.workers if worker.away and not worker.host.lost]
-        ready = [worker for worker in hosted if near or worker.host.address is not None]
+        self._note_starts()
+        ready = self._ready
         self._begin(ready)
         return ready
+
+    @property
+    def _ready(self) -> list[Worker]:
+        """The workers that are away, and whose hosts can be told so."""
+        away = [worker for worker in self.workers if worker.away and not worker.host.lost]
+        return [worker for worker in away if worker.host.address is not None or not worker.host.tells_start]
 
     def _begin(self, workers: list[Worker]) -> None:
         source_of = self.processes.sources(self.hosts)
@@ -460,6 +449,15 @@ class Fleet:
             ProcessLost: one could not be started.
         """
         self.check_session()
+        if pending := self._note_starts():
+            self.processes.check_pending(pending, len(self.hosts))
+
+    def _note_starts(self) -> list[Any]:
+        """Notes which processes run by now; returns those that do not.
+
+        Raises:
+            ProcessLost: one could not be started.
+        """
         pending = []
         for process in self.hosts:
             if process.lost:
@@ -470,5 +468,4 @@ class Fleet:
             except NeverStarts as error:
                 self.check_session()
                 raise ProcessLost(process, error) from error
-        if pending:
-            self.processes.check_pending(pending, len(self.hosts))
+        return pending

@@ -21,14 +21,12 @@ class Processes(ABC):
         copies: whether this process has to copy some batches: from the store, or large ones from the network.
         most_unanswered: how many tasks of one worker may be unanswered, beyond those that torch's would have.
         leased_bytes: bytes of memory outside arenas in which batches lie.
-        all_are_near: all processes are known to run on this machine, before they have reported where.
         drains: whether some node will leave.
     """
 
     uses_store = copies = drains = False
     most_unanswered: float = float("inf")
     leased_bytes = 0
-    all_are_near = True
 
     def check(self) -> None:  # noqa: B027
         """Raises RaySessionError unless the processes, which were not released, can be used."""

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, Sampler, Subset, get_worker_info
 
 import rayloader.actors.lifetimes
+from inside import has_workers
 from latches import Gate, Mail
 from probes import Calls, Stream, as_is, in_each_worker, load
 from rayloader import DataLoader
@@ -156,7 +157,21 @@ def test_three_iterators_interleaved():
     ]
 
 
-def test_an_epoch_that_is_given_up_is_not_waited_for(tmp_path):
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_an_iterator_gives_its_workers_back_with_its_last_batch(workers):
+    """Nobody need ask it for another one; and its position can be saved."""
+    loader, resumed = (DataLoader(range(8), 2, num_workers=2, workers=workers) for _ in range(2))
+    iterator = iter(loader)
+    batches = [next(iterator).tolist() for _ in range(4)]
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert not has_workers(iterator)
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == list(iterator) == []
+    assert len(list(resumed)) == 4
+
+
+def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(rayloader.actors.lifetimes, "UNWANTED_S", 0.1)
     gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
     def get(index):
@@ -169,12 +184,15 @@ def test_an_epoch_that_is_given_up_is_not_waited_for(tmp_path):
     del iterator
     busy = set(in_each_worker(lambda index: os.getpid()))
     assert not busy & stuck  # others took over
+    said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
+    assert [said in message for message in caplog.messages].count(True) >= 1
     gate.open()
     mail.close()
 
 
-def test_a_worker_that_does_not_stop_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(rayloader.actors.lifetimes, "STOP_TIMEOUT_S", 0.1)
+def test_a_worker_that_does_not_stop_is_killed_when_its_time_has_come(tmp_path, monkeypatch):
+    for limit in ("GRACE_S", "STOP_TIMEOUT_S"):
+        monkeypatch.setattr(rayloader.actors.lifetimes, limit, 0.1)
     gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
     def get(index):
@@ -196,7 +214,7 @@ def pids(loader):
     return {int(batch) for batch in loader}
 
 
-def test_loaders_and_their_epochs_share_warm_actors_which_end_with_the_last_loader_that_could_use_them():
+def test_loaders_and_their_epochs_share_warm_actors_which_end_when_nobody_has_used_them_for_a_while(monkeypatch):
     own = {"ray_remote_args": {"num_cpus": 0, "memory": 2}}
     training, validation = (load(lambda index: os.getpid(), 2, num_workers=1, **own) for _ in range(2))
     first = pids(training)
@@ -204,12 +222,13 @@ def test_loaders_and_their_epochs_share_warm_actors_which_end_with_the_last_load
     assert pids(validation) == pids(training) == first
     processes = [psutil.Process(pid) for pid in first]
     del training
+    monkeypatch.setattr(rayloader.actors.lifetimes, "GRACE_S", 0.1)
     assert pids(validation) == first
-    del validation
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
 
-def test_actors_end_with_the_iterator_that_outlived_their_last_loader():
+def test_actors_of_an_iterator_that_outlived_its_loader_end_after_it(monkeypatch):
+    monkeypatch.setattr(rayloader.actors.lifetimes, "GRACE_S", 0.1)
     own = {"ray_remote_args": {"num_cpus": 0, "memory": 4}}
     iterator = iter(load(lambda index: os.getpid(), 4, num_workers=1, persistent_workers=True, **own))
     process = psutil.Process(next(iterator))
@@ -254,6 +273,7 @@ def test_an_iterator_may_go_on_in_another_thread_and_end_there():
 
 def test_a_loader_inside_a_worker_of_another():
     def get(index):
+        rayloader.actors.lifetimes.GRACE_S = 0.0  # of this process, whose actors need not outlive the test
         inner = DataLoader(range(4), 2, num_workers=1, persistent_workers=index == 1)
         batches = [batch.tolist() for _ in range(2) for batch in inner]
         return index, batches, get_worker_info().id

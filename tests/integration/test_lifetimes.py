@@ -1,8 +1,10 @@
 """How long actors live, and that they always come back: after an interrupt, a fork, a collection at a bad moment."""
 
+import contextlib
 import gc
 import itertools
 import linecache
+import logging
 import os
 import sys
 import threading
@@ -21,7 +23,7 @@ import rayloader.actors.pool
 import rayloader.epoch.hosts
 import rayloader.epoch.iterator
 import rayloader.workers.fleet
-from inside import actors_of, live_actor_pids, lock_of
+from inside import end_idle_actors_but, live_actor_pids, lock_of
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader, WorkerStartError
@@ -56,12 +58,16 @@ def pid(_):
     return os.getpid()
 
 
+def spare(own):
+    """The idle actors of these options."""
+    memory = own["ray_remote_args"]["memory"]
+    return [a for a in get_pool().actors if a.options.get("memory") == memory and a.state is ActorState.IDLE]
+
+
 @pytest.fixture
 def patient(monkeypatch):
     """The next loader finds processes warm however long they take to stop."""
-    monkeypatch.setattr(rayloader.actors.pool, "GRACE_S", 60.0)
-    for limit in ("REUSE_WAIT_S", "STOP_TIMEOUT_S"):  # however long the process takes to stop
-        monkeypatch.setattr(rayloader.actors.lifetimes, limit, EXIT_LIMIT)
+    monkeypatch.setattr(rayloader.actors.lifetimes, "UNWANTED_S", EXIT_LIMIT)
 
 
 # ---- warm for the next loader
@@ -83,16 +89,20 @@ def test_a_new_loader_finds_the_processes_of_one_that_refers_to_itself(own, pati
     assert len(set(seen)) == 1
 
 
-def test_new_loaders_find_the_processes_of_those_that_are_gone_until_the_grace_is_over(own, patient, monkeypatch):
-    """Then the processes end, though nobody calls the library again."""
+def test_loaders_find_the_processes_of_others_until_the_grace_is_over(own, patient, monkeypatch, caplog):
+    """Then the processes end, though nobody calls the library again, and a loader that lives could use them."""
     seen = [frozenset(load(pid, 1, **own)) for _ in range(10)]
     assert len(seen[0]) == 1
     assert set(seen) == {seen[0]}
     processes = [psutil.Process(number) for number in seen[0]]
     get_pool().wait()  # the long one counts for what has come back
-    monkeypatch.setattr(rayloader.actors.pool, "GRACE_S", 0.5)
-    assert set(load(pid, 1, **own)) == seen[0]
+    monkeypatch.setattr(rayloader.actors.lifetimes, "GRACE_S", 0.5)
+    caplog.set_level(logging.INFO, "rayloader")
+    loader = load(pid, 1, **own)
+    assert set(loader) == seen[0]
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
+    assert "rayloader: 1 worker processes end, which have been idle for 0.5 s" in caplog.messages
+    assert len(list(loader)) == 1
 
 
 def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monkeypatch):
@@ -119,24 +129,125 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
     assert epochs == [["lend", "encode", "write"], ["encode", "lend", "write"]]
 
 
-def test_all_that_answered_in_time_stay_warm_after_a_break(monkeypatch):
-    """Two actors of the session's: each is one of several that have answered."""
-    monkeypatch.setattr(rayloader.actors.lifetimes, "STOP_TIMEOUT_S", 60.0)  # none is late before this test says so
-    loader = load(pid, 40, num_workers=2)
+# ---- slow is not dead
+
+
+@pytest.fixture
+def at_the_notice(monkeypatch):
+    """What a test adds to this is called when `iter()` has begun to wait for late processes."""
+    calls = []
+    monkeypatch.setattr(rayloader.actors.lifetimes, "LATE_NOTICE_S", 0.0)
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if "which have not answered for 0 s" in record.getMessage():
+                for call in calls:
+                    call()
+
+    handler = Handler()
+    logging.getLogger("rayloader").addHandler(handler)
+    yield calls
+    logging.getLogger("rayloader").removeHandler(handler)
+
+
+@pytest.fixture
+def starved():
+    """Keeps a process from getting any CPU time until the test ends."""
+    processes = []
+
+    def starve(number):
+        processes.append(psutil.Process(number))
+        processes[-1].suspend()
+        return processes[-1]
+
+    yield starve
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+@pytest.mark.parametrize("batches", [4, 1], ids=["after an epoch", "after a break"])
+def test_a_process_that_gets_no_time_is_waited_for_and_works_on(own, batches, starved, at_the_notice):
+    loader = load(pid, 4, num_workers=1, **own)
     iterator = iter(loader)
-    next(iterator)
-    stopping = actors_of(iterator)
-    warm = live_actor_pids()
+    seen = {next(iterator) for _ in range(batches)}
+    (process,) = map(starved, seen)
+    at_the_notice.append(process.resume)
     del iterator
+    assert set(loader) == seen
+    assert at_the_notice
+
+
+def test_a_process_that_does_not_answer_for_long_is_replaced(own, starved, monkeypatch, caplog):
+    loader = load(pid, 2, num_workers=1, **own)
+    (before,) = set(loader)
     get_pool().wait()
-    assert [actor.state for actor in stopping] == [ActorState.STOPPING] * 2
-    wait_for([actor.stopped.ref for actor in stopping], 2, START_LIMIT)
-    for actor in stopping:
-        actor.stop_by = 0.0  # late, had they not answered
-    get_pool().later(get_pool().tidy)
-    get_pool().wait()
-    assert [actor.state for actor in stopping] == [ActorState.IDLE] * 2
-    assert set(loader) <= warm
+    wait_for([actor.stopped.ref for actor in spare(own)], 1, EXIT_LIMIT)  # it has done that, and is late with the next
+    process = starved(before)
+    monkeypatch.setattr(rayloader.actors.lifetimes, "GIVE_UP_S", 0.1)
+    assert before not in set(loader)
+    assert psutil.wait_procs([process], EXIT_LIMIT)[1] == []
+    said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
+    assert [said in message for message in caplog.messages].count(True) == 1
+
+
+def test_a_process_that_has_died_is_replaced_without_waiting(own, caplog):
+    loader = load(pid, 2, num_workers=1, **own)
+    (before,) = set(loader)
+    psutil.Process(before).kill()
+    assert before not in set(loader)
+    assert caplog.messages == []
+
+
+# ---- no more than are needed, at once
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The actors that were created since."""
+    make, actors = rayloader.actors.pool.Pool._make, []
+
+    def noted(pool, *arguments):
+        actors.append(make(pool, *arguments))
+        return actors[-1]
+
+    monkeypatch.setattr(rayloader.actors.pool.Pool, "_make", noted)
+    return actors
+
+
+def one_after_the_other(loaders, batches):
+    """As Lightning validates: each iterator is kept until the next one has been made."""
+    for loader in loaders:
+        iterator = iter(loader)
+        for _ in range(batches):
+            next(iterator)
+
+
+def test_the_loaders_of_a_trainer_share_as_few_processes_as_are_at_work_at_once(own, patient, made):
+    """Two to train and two to validate, as Lightning iterates: it counts batches, and asks for none after the last."""
+    training, validation = ([load(pid, 4, num_workers=2, **own) for _ in range(2)] for _ in range(2))
+    one_after_the_other(validation, 1)  # its check before the training
+    for _ in range(2):
+        iterators = [iter(loader) for loader in training]
+        for _ in range(4):
+            for iterator in iterators:
+                next(iterator)
+        one_after_the_other(validation, 4)
+    assert len(made) == 4
+
+
+def test_several_iterators_ask_for_their_processes_before_any_runs(own, made):
+    iterators = [iter(load(pid, 2, num_workers=2, **own)) for _ in range(2)]
+    assert [actor.address for actor in made] == [None] * 4
+    assert len({number for iterator in iterators for number in iterator}) == 4
+
+
+def test_processes_of_an_iterator_that_ended_before_they_ran_are_the_next_ones(own, made):
+    loader = load(pid, 4, num_workers=2, **own)
+    for _ in range(3):
+        iter(loader)
+    assert len(set(loader)) == 2
+    assert len(made) == 2
 
 
 # ---- nobody has actors for ever
@@ -253,7 +364,7 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
     pool, interrupted = get_pool(), 0
     while True:
         interrupt = Interrupt(interrupted + 1)
-        lease = pool.begin_lease(interrupt, own["ray_remote_args"])
+        lease = pool.begin_lease(interrupt)
         try:
             with interrupt:
                 actors = pool.lend(lease, own["ray_remote_args"], 2, fresh=True)
@@ -267,13 +378,14 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
         assert lent(own) == [], interrupted
         pool.wait()
         assert not made - {actor.handle for actor in pool.actors}, interrupted
+        made.clear()
+        end_idle_actors_but({actor.key for actor in pool.actors if not isinstance(actor.handle, NoProcess)})
+        pool.wait()
     assert interrupted > 20
     assert lent(own) == actors
     del lease, interrupt
     pool.wait()
-    wait_for([actor.stopped.ref for actor in actors], len(actors), EXIT_LIMIT)
-    pool.wait()
-    assert {actor.state for actor in actors} == {ActorState.GONE}
+    assert {actor.state for actor in actors} == {ActorState.IDLE}
 
 
 # ---- finalizers

@@ -24,11 +24,12 @@ import torch
 from ray.cluster_utils import Cluster
 
 import rayloader.actors.actors
-import rayloader.actors.pool
-from inside import pool_if_any
+import rayloader.actors.lifetimes
+from inside import end_idle_actors_but
 from multinode_data import AWAY, ON_EACH
 from multinode_waiting import remove_nodes, wait_until
 from rayloader import DataLoader
+from rayloader.actors.pool import _key
 
 HERE = Path(__file__).parent
 SCRIPT_LIMIT = 120.0  # seconds; on expiry subprocess.run kills the script and raises
@@ -68,7 +69,8 @@ def nodes():
         away = cluster.add_node(num_cpus=2, resources=resources, labels={"place": "away"})
         ray.init(address=cluster.address, log_to_driver=False)
         patch.setattr(rayloader.actors.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
-        patch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 60.0)  # nor which epochs find their workers warm
+        patch.setattr(rayloader.actors.lifetimes, "LATE_NOTICE_S", math.inf)
+        patch.setattr(rayloader.actors.lifetimes, "GRACE_S", math.inf)  # nor which epochs find their workers warm
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()
         ray.shutdown()
@@ -145,15 +147,9 @@ def pytest_runtest_makereport(item):
 
 
 @pytest.fixture
-def grace_ends(monkeypatch):
-    """To be called when idle workers have been kept for as long as they are kept in a Ray that was joined."""
-
-    def end():
-        monkeypatch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 0.0)
-        if (pool := pool_if_any()) is not None:
-            pool.later(pool.tidy)
-
-    return end
+def grace_ends(keepers):
+    """To be called when idle workers have been kept for long enough; a fixture's stay."""
+    return lambda: end_idle_actors_but({_key(loader.ray_remote_args or {}) for loader in keepers})
 
 
 @pytest.fixture(autouse=True)

@@ -1,23 +1,19 @@
 """What workers ask for in a cluster that was joined, and what happens where there is no room."""
 
-import contextlib
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rayloader.actors.actors
 import rayloader.actors.placement
 import rayloader.actors.pool
 from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
+from multinode_waiting import START_LIMIT, wait_until
 from rayloader import DataLoader, WorkerStartError
-from rayloader.actors.actor import wait_for
 from rayloader.actors.pool import get_pool
-from rayloader.workers.connection import NONE_YET
-from rayloader.workers.fleet import Fleet
 
 pytestmark = pytest.mark.multinode
 
@@ -51,13 +47,6 @@ def wait_for_free(expected, name="CPU"):
 def short_limit(monkeypatch):
     """For workers that have no place; those that have one may take their time."""
     monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 1.0)
-
-
-@pytest.fixture
-def room_is_made(monkeypatch):
-    """For workers that get a place, soon; a failure need not take the whole minute."""
-    monkeypatch.setattr(rayloader.actors.pool, "ROOM_PATIENCE_S", 1.0)
-    monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 20.0)
 
 
 # ---- CPUs
@@ -97,50 +86,12 @@ def test_other_loaders_hold_the_cpus_of_their_workers(short_limit):
     assert len(list(iterator)) == 6
 
 
-@pytest.mark.full
-def test_training_and_validation_share_warm_workers_which_give_up_their_cpus_when_both_are_idle(grace_ends):
-    training, validation = load(2), load(2)
-    seen = set()
-    for loader in (training, validation, training):
-        seen |= {pid for _, pid in loader}
-    assert len(seen) == 2
-    wait_for_free(1)
-    grace_ends()
-    wait_for_free(CPUS)  # without a further call into the library
-
-
-def interrupted(loader):
-    """Begins an epoch and takes a batch."""
-    with contextlib.suppress(LookupError):
-        for _ in loader:
-            raise LookupError
-
-
-def broken_off(loader):
-    """Begins an epoch and takes a batch."""
-    for _ in loader:
-        break
-
-
-@pytest.mark.parametrize(
-    "epoch", [broken_off, *(pytest.param(epoch, marks=pytest.mark.full) for epoch in (list, interrupted))]
-)
-def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(epoch, nodes, monkeypatch):
-    """Their loader lives, and the program waits for the task."""
-    monkeypatch.setattr(rayloader.actors.pool, "JOINED_GRACE_S", 0.5)
-    loader = load(1, length=40)
-    epoch(loader)
-    task = ray.remote(resources={"here": 0.1})(origin).remote()  # where the worker has the only CPU
-    assert ray.get(task, timeout=START_LIMIT)[0] == nodes.here
-    assert len(list(loader)) == 40
-
-
-def test_workers_of_a_live_iterator_and_those_that_hold_no_cpu_are_kept(grace_ends):
-    persistent, sharing = load(1, persistent_workers=True), load(1, ray_remote_args={"num_cpus": 0})
-    seen = [set(loader) for loader in (persistent, sharing)]
+def test_workers_of_a_live_iterator_are_kept(grace_ends):
+    loader = load(1, persistent_workers=True)
+    seen = set(loader)
     grace_ends()
     get_pool().wait()
-    assert [set(loader) for loader in (persistent, sharing)] == seen
+    assert set(loader) == seen
 
 
 @pytest.mark.full
@@ -171,36 +122,6 @@ def test_workers_within_a_placement_group(short_limit, nodes):
         rayloader.shutdown()
         ray.util.remove_placement_group(group)
     wait_for_free(CPUS)
-
-
-# ---- idle workers make room
-
-
-@pytest.mark.full
-def test_idle_workers_of_other_options_give_up_their_cpus(room_is_made, nodes):
-    idle = load(2)
-    list(idle)
-    wait_for_free(1)
-    assert {node_id for node_id, _ in load(1, ray_remote_args={"num_cpus": 2})} == {nodes.away}
-    assert len(list(idle)) == 8
-
-
-@pytest.mark.full
-def test_idle_workers_give_up_the_cpus_of_the_one_node_that_will_do(room_is_made, nodes):
-    """Cluster-wide one CPU is free all the time, but not there."""
-    idle = load(2, ray_remote_args={"num_cpus": 1, "resources": {"away": 1}})
-    list(idle)
-    wait_for_free(1)
-    there = {"num_cpus": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}
-    assert {node_id for node_id, _ in load(1, ray_remote_args=there)} == {nodes.away}
-
-
-@pytest.mark.full
-def test_idle_workers_give_up_custom_resources(room_is_made, nodes):
-    idle = load(2, ray_remote_args={"num_cpus": 0, "resources": {"away": 2}})
-    list(idle)
-    wait_for_free(0, "away")
-    assert {node_id for node_id, _ in load(1, ray_remote_args={"resources": {"away": 3}})} == {nodes.away}
 
 
 # ---- no room
@@ -267,29 +188,6 @@ def test_what_is_waited_for_is_told(monkeypatch, caplog):
     (told,) = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
     assert "Ray has found no room for 1 of them so far: each asks for CPU 1; " in told
     wait_for_free(CPUS)
-
-
-@pytest.mark.full
-def test_a_worker_whose_node_is_asked_for_dies_and_the_others_are_waited_for(nodes, monkeypatch):
-    """`iter()` waits until both say where they are; meanwhile the first dies, and the second is on another node."""
-    begin = Fleet.begin
-
-    def killing(fleet, *arguments):
-        ray.kill(fleet.hosts[0].handle)
-        wait = fleet.wait
-
-        def until_the_first_is_known_to_be_dead(_):  # before the other one has started
-            monkeypatch.setattr(fleet, "wait", wait)
-            return wait_for([fleet.hosts[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
-
-        monkeypatch.setattr(fleet, "wait", until_the_first_is_known_to_be_dead)
-        begin(fleet, *arguments)
-
-    monkeypatch.setattr(Fleet, "begin", killing)
-    loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"resources": {"away": 1}})
-    batches = list(loader)
-    assert [index for index, *_ in batches] == list(range(8))
-    assert {node_id for _, node_id, _ in batches} == {nodes.away}
 
 
 @pytest.mark.full

@@ -115,19 +115,6 @@ def test_the_users_strategy_stays(place, strategy, had_room):
     assert where == [({}, one) for one in had_room or [None] * 2]
 
 
-@pytest.mark.parametrize(
-    ("needs", "count", "helps"),
-    [
-        ({"num_cpus": 1}, 1, False),
-        ({"num_cpus": 1}, 2, True),
-        ({"num_cpus": 16}, 1, False),
-        ({"num_cpus": 0}, 9, False),
-    ],
-)
-def test_idle_ones_must_go_only_where_that_makes_room(place, needs, count, helps):
-    assert place(status(node(CPU=4.0, free={"CPU": 1.0}))).would_have_room(needs, count) is helps
-
-
 # ---- how long they wait
 
 LACKS = (({"CPU": 1.0}, 2),)

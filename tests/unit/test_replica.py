@@ -24,7 +24,7 @@ from rayloader.actors.image import Image, image_from_contents, open_image
 from rayloader.errors import ReplicaError, ReplicaMemoryError
 from rayloader.transport import codec, memory_file, unpicklable
 from rayloader.transport.mapped import Mappings, is_written
-from rayloader.transport.memory_file import MemoryFileError, others_may_open
+from rayloader.transport.memory_file import MemoryFileError
 
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20
@@ -476,7 +476,3 @@ def test_an_open_text_file_in_a_batch_is_refused(tmp_path):
     (tmp_path / "lines.txt").write_text("one\n")
     with (tmp_path / "lines.txt").open() as file, pytest.raises(TypeError, match="TextIOWrapper"):
         codec.encode({"file": file})
-
-
-def test_this_process_may_be_looked_into():
-    assert others_may_open()
