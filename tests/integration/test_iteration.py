@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, Sampler, Subset, get_worker_info
 
 import rayloader.actors.lifetimes
+from inside import has_workers
 from latches import Gate, Mail
 from probes import Calls, Stream, as_is, in_each_worker, load
 from rayloader import DataLoader
@@ -154,6 +155,19 @@ def test_three_iterators_interleaved():
     assert [[value.item() for value in row] for row in zip(loader, loader, loader, strict=True)] == [
         [k, k, k] for k in range(4)
     ]
+
+
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_an_iterator_gives_its_workers_back_with_its_last_batch(workers):
+    """Nobody need ask it for another one; and its position can be saved."""
+    loader, resumed = (DataLoader(range(8), 2, num_workers=2, workers=workers) for _ in range(2))
+    iterator = iter(loader)
+    batches = [next(iterator).tolist() for _ in range(4)]
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert not has_workers(iterator)
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == list(iterator) == []
+    assert len(list(resumed)) == 4
 
 
 def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever(tmp_path, monkeypatch, caplog):

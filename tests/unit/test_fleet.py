@@ -458,6 +458,19 @@ def test_one_process_of_each_other_node_has_the_image_for_all_there(somewhere: l
         assert sources[source].hosted == [host.hosted[1].ref]
 
 
+def test_an_image_goes_into_the_store_once_however_late_the_other_nodes_come(somewhere: list[object]) -> None:
+    """And does not stay there when all have begun."""
+    world = waiting("a", None)
+    with_image(world)
+    late = world.hosts()[1]
+    assert [worker.worker_id for worker in world.fleet.revive()] == [0]
+    late.comes("b")
+    assert [worker.worker_id for worker in world.fleet.revive()] == [1]
+    assert [process.started[0].contents for process in world.hosts()] == [["object 1"]] * 2
+    assert len(somewhere) == 1
+    assert world.actors._contents == []
+
+
 def test_an_image_that_a_node_has_is_not_sent_again(somewhere: list[object]) -> None:
     world = World("a", "a")
     with_image(world)
