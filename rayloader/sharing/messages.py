@@ -28,6 +28,7 @@ class Terms(NamedTuple):
     buffer: int  # batches
     buffer_bytes: int
     consumer_timeout: float | None  # seconds
+    absence: float  # seconds for which a consumer that has ended may come back
     origin: Any  # mark of the state that was loaded into the loader; None: no state was
 
 

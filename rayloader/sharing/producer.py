@@ -231,7 +231,20 @@ class Producer:
                 self._heard(outbox, pickle.loads(message))  # type: ignore[arg-type] # no parcels
             if outbox.line.ended:
                 self._hang_up(outbox)
+                ended = outbox.rank, outbox.connection
+                asyncio.get_running_loop().call_later(self._terms.absence, self._give_up, *ended)
             self._tell()
+
+    def _give_up(self, rank: int, connection: int) -> None:
+        """Waits no longer for a consumer whose line has ended, unless it has connected again, or was closed."""
+        lines = [(one.rank, one.connection) for one in self._outboxes]
+        if connection == self._connections[rank] and (rank, connection) not in lines and not self._ledger.gone(rank):
+            self._leave(rank, f"its process ended {self._terms.absence:g} s ago, and none came instead")
+            self._tell()
+
+    def _leave(self, rank: int, why: str) -> None:
+        self._ledger.leave(rank, why)
+        logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._terms.name, why)
 
     def _heard(self, outbox: _Outbox, wants: Wants) -> None:
         if wants.series != outbox.series:
@@ -346,8 +359,7 @@ class Producer:
             await asyncio.wait_for(self._until_freed(self._ledger.lowest), timeout)
         except TimeoutError:
             for rank in self._ledger.held_up_by():
-                self._ledger.leave(rank, why := f"the others had waited for it for {timeout:g} s")
-                logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._terms.name, why)
+                self._leave(rank, f"the others had waited for it for {timeout:g} s")
 
     async def _until_freed(self, lowest: Place) -> None:
         while self._ledger.lowest == lowest and self._ledger.held_up_by():

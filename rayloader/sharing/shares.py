@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _FORMAT = "rayloader.Consumer"
 
+# A consumer that has ended may be started again, and continue, within so many seconds: a cluster may take that long.
+ABSENCE_S = 60.0
+
 
 def share(
     loader: DataLoader[Any],
@@ -53,7 +56,8 @@ def share(
             many ahead of the slowest, over all epochs.
         buffer_bytes: once the kept batches have this many bytes no more are produced either, if there are at least two.
         consumer_timeout: how many seconds the others may wait for a consumer that does not take its batches, because it
-            is slow or dead; then it is dropped. By default they wait for ever, and the log names it.
+            is slow; then it is dropped. By default they wait for ever, and the log names it. One that has read, and
+            whose process has ended, is dropped after a minute, unless it has connected again.
         ray_remote_args: options of the producer's actor. By default it takes no CPU, and runs on this node.
 
     Raises:
@@ -89,7 +93,7 @@ def share(
 
     origin = loader._state.mark if loader._state is not None else None
     name = name or f"unnamed-{uuid.uuid4().hex}"
-    terms = Terms(name, consumers, buffer, buffer_bytes, consumer_timeout, origin)
+    terms = Terms(name, consumers, buffer, buffer_bytes, consumer_timeout, ABSENCE_S, origin)
     return SharedLoader(link.start(loader, terms, dict(ray_remote_args or {})), name, consumers)
 
 
@@ -177,7 +181,10 @@ class Consumer:
         self.epoch, self._taken = connection.epoch, connection.taken
         self._sampler_epoch: int | None = None
         self._inbox: Inbox | None = None  # from the first iterator on
-        self._iterator: _Iterator | None = None  # of this epoch, if it has begun
+        # Of the iterator of this epoch, if it has begun. It refers to this object, which must end with its last
+        # reference, and so may not refer to it.
+        self._token: object = None
+        self._first = 0  # where that iterator began
 
     def __repr__(self) -> str:
         return f"rayloader.Consumer({self.name!r}, rank={self.rank})"
@@ -196,23 +203,24 @@ class Consumer:
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        if self._iterator is not None:
-            self._go_to(*((self.epoch + 1, 0) if self._iterator.has_given else (self.epoch, self._taken)))
+        if self._token is not None:
+            self._go_to(*((self.epoch + 1, 0) if self._taken > self._first else (self.epoch, self._taken)))
         if self._inbox is None:
             from rayloader.sharing.link import Inbox
 
             self._inbox = Inbox(self._link)
         self._inbox.begin(self.epoch, self._taken, self._sampler_epoch)
-        self._iterator = _Iterator(self, self._inbox, self.epoch, self._taken)
+        self._token, self._first = object(), self._taken
+        iterator = _Iterator(self, self._inbox, self._token)
         self._sampler_epoch = None
-        return self._iterator
+        return iterator
 
     def _go_to(self, epoch: int, taken: int) -> None:
         """The next `iter()` begins there; the iterator before is of no use any more."""
-        iterator, self._iterator = self._iterator, None
+        token, self._token = self._token, None
         self.epoch, self._taken = epoch, taken
-        if iterator is not None:
-            iterator.close()
+        if token is not None and self._inbox is not None:
+            self._inbox.rest(wait=True)  # ends what is done ahead
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the loader's sampler, batch sampler and dataset, where they have `set_epoch`.
@@ -271,19 +279,13 @@ class _Iterator:
 
     _inbox: Inbox | None = None  # here too, for `__init__` may raise
 
-    def __init__(self, consumer: Consumer, inbox: Inbox, epoch: int, taken: int) -> None:
-        self._consumer, self._inbox = consumer, inbox
-        self._epoch, self._taken = epoch, taken
-        self._first = taken
+    def __init__(self, consumer: Consumer, inbox: Inbox, token: object) -> None:
+        self._consumer, self._inbox, self._token = consumer, inbox, token
+        self._epoch, self._taken = consumer.epoch, consumer._taken
         self._ended = False
         connection = consumer._link.connection
         pinning: Any = {"pin_memory": connection.pin_memory, "pin_memory_device": connection.pin_memory_device}
         self._pins, self._device = pinning_of(DataLoader((), generator=torch.Generator(), **pinning))
-
-    @property
-    def has_given(self) -> bool:
-        """Whether the user has taken a batch."""
-        return self._taken > self._first
 
     def __iter__(self) -> _Iterator:
         return self
@@ -292,7 +294,7 @@ class _Iterator:
         if self._ended:
             raise StopIteration
         consumer, inbox, number = self._consumer, self._inbox, self._taken
-        if consumer._iterator is not self or inbox is None:
+        if consumer._token is not self._token or inbox is None:
             raise ShareError(
                 f"this iterator is of epoch {self._epoch}, which this consumer has left: iter() or load_state_dict() "
                 "was called since"
@@ -322,12 +324,6 @@ class _Iterator:
             raise error
         return batch
 
-    def close(self) -> None:
-        """Ends what is done ahead. Callable more than once."""
-        if (inbox := self._inbox) is not None:
-            self._inbox = None
-            inbox.rest(wait=True)
-
     def __del__(self) -> None:
-        if self._inbox is not None and self._consumer._iterator is self:
+        if self._inbox is not None and self._consumer._token is self._token:
             self._inbox.rest(wait=False)

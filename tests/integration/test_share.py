@@ -204,6 +204,26 @@ def test_who_has_closed_is_not_waited_for():
             iter(second).__next__()
 
 
+def test_a_consumer_whose_process_has_ended_is_not_waited_for(monkeypatch):
+    """As a trial of Ray Tune that is stopped early."""
+    monkeypatch.setattr("rayloader.sharing.shares.ABSENCE_S", 0.1)
+
+    @ray.remote(num_cpus=0)
+    class Trial:
+        def train(self, shared_loader):
+            self.batches = iter(shared_loader.consumer(1))
+            return next(self.batches)[0].item()
+
+    with share(DataLoader(range(40), 2), consumers=2, buffer=3) as shared_loader:
+        trial = Trial.remote()
+        assert ray.get(trial.train.remote(shared_loader)) == 0
+        ray.kill(trial)
+        first = shared_loader.consumer(0)
+        assert [len(list(first)) for _ in range(2)] == [20, 20]
+        with pytest.raises(ConsumerDroppedError, match="its process ended"):
+            shared_loader.consumer(1)
+
+
 def test_a_consumer_whose_process_was_killed_goes_on_in_another():
     @ray.remote(num_cpus=0)
     class Trainer:
