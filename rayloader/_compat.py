@@ -146,9 +146,9 @@ def release_sent_storages() -> None:
 
 
 def default_store() -> Any:
-    """The store of torch.distributed's default process group."""
-    with private_names_of("torch"):
-        from torch.distributed.distributed_c10d import _get_default_store
+    """The store of torch.distributed's default process group; raises ImportError if this torch does not offer it."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
     return _get_default_store()
 
 

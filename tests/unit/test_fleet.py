@@ -466,7 +466,7 @@ def test_an_image_goes_into_the_store_once_however_late_the_other_nodes_come(som
     assert [worker.worker_id for worker in world.fleet.revive()] == [0]
     late.comes("b")
     assert [worker.worker_id for worker in world.fleet.revive()] == [1]
-    assert [process.started[0].contents for process in world.hosts()] == [["object 1"]] * 2
+    assert [process.started[0].content for process in world.hosts()] == [["object 1"]] * 2
     assert len(somewhere) == 1
     assert world.actors._contents == []
 
