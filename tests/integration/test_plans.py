@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from probes import oversubscribed
 from rayloader import DataLoader
-from rayloader.epoch.draws import may_draw_ahead
 from rayloader.plans import Cuts, Mixture, PackedStream, Packing, TokenBudget, lengths, pack_collate
 
 pytestmark = oversubscribed
@@ -181,13 +180,6 @@ def test_a_plan_that_was_read_can_be_pickled(kind):
     plan = pickle.loads(pickle.dumps(loader.batch_sampler))
     assert [*plan] == [*loader.batch_sampler]
     assert len(plan) == len(whole)
-
-
-def test_plans_are_drawn_ahead():
-    plan = TokenBudget(SIZES, 60)
-    assert may_draw_ahead(plan)
-    assert may_draw_ahead(plan.for_rank(2, 0))
-    assert may_draw_ahead(made("mixture").batch_sampler)
 
 
 def test_a_state_is_for_the_plan_that_was_saved():
