@@ -171,12 +171,12 @@ def peer(request, tmp_path):
                 collate_fn=collate,
                 fresh_processes=True,
                 prefetch_factor=1,
+                persistent_workers=True,  # it keeps its process after its last batch
             )
             iterator = iter(loader)
             next(iterator)
             stack.callback(iterator._close)
             worker, source = taken_from(iterator)
-            worker.setup = dataclasses.replace(worker.setup, persistent=True)
             made.append(Peer(kind, worker, source))
             made[-1].gate, made[-1].mail = gate, mail
             stack.callback(made[-1].close)
@@ -270,26 +270,6 @@ CHECKS = (
 def test_what_any_channel_does_while_its_process_is_well(any_peer):
     for check in CHECKS:
         check(any_peer)
-
-
-def test_tasks_that_were_dropped_are_not_built_unless_ray_has_them(any_peer):
-    any_peer.run(("value", 0))
-    any_peer.hear()
-    first = any_peer.run(("gate", 0))
-    any_peer.mailbox.flush()
-    any_peer.mail.receive()
-    for number in range(1, 5):
-        assert any_peer.run(("value", number)).task_id == 1 + number
-    any_peer.worker.drop(4)
-    any_peer.mailbox.flush()
-    any_peer.gate.open()
-    last = any_peer.run(("value", 9))
-    heard = any_peer.hear(6 if any_peer.kind == "calls" else 4)
-    calls = [message[2] for message in heard]
-    assert calls[0] == first.call
-    assert calls[-1] == last.call, "what came after it is none of what was dropped"
-    if any_peer.kind != "calls":
-        assert calls == [first.call, first.call + 1, first.call + 2, last.call]
 
 
 def test_what_is_rebuilt_and_the_next_epoch_are_answered_in_their_turn(any_peer):
