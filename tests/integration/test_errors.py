@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, Subset, TensorDataset, get_worker_info
 
 import rayloader
-from inside import set_timeout
+from inside import begin_all, set_timeout
 from latches import Barrier, Gate, Mail
 from probes import Calls, Stream, as_is, load
 from rayloader import DataLoader, cached
@@ -585,6 +585,7 @@ def test_persistent_workers_are_replaced_after_a_death(tmp_path):
 
     loader = load(get, 4, num_workers=2, persistent_workers=True, worker_init_fn=mail.send, max_worker_restarts=0)
     iterator = iter(loader)
+    begin_all(iterator)
     assert sorted(mail.receive(2)) == ["0", "1"]  # a process that has not started by then would never say so
     death.open()
     with pytest.raises(rayloader.WorkerDiedError):
