@@ -185,7 +185,7 @@ def check_users_error(error, how):
     worker = re.match(
         rf"Caught {ERRORS[how].__name__} in DataLoader worker process (\d)\.\nOriginal Traceback", str(error)
     )[1]
-    assert re.match(rf"batch \d, worker {worker} \(pid \d+ on ", error.__notes__[0])
+    assert re.search(rf"batch \d, worker {worker} \(pid \d+ on ", error.__notes__[0])
 
 
 @pytest.mark.parametrize(("where", "how", "kind", "lane"), list(table(ROWS)))
