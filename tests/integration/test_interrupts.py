@@ -64,20 +64,11 @@ KINDS = {
 SAMPLED = ("each waited for", "pinned", "on a device", "persistent")
 
 
-class Alarm(Exception):
-    """What a handler of the user's raises."""
-
-
 POINTS_OF_NEXT = [
     *(pytest.param(name, KeyboardInterrupt, 10, id=f"{name}, every tenth point") for name in SAMPLED),
-    pytest.param("in order", Alarm, 5, id="an Exception, every fifth point"),
-    *(
-        pytest.param(name, error, 1, marks=pytest.mark.full, id=f"{name}, {error.__name__}, every point")
-        for name in KINDS
-        for error in (KeyboardInterrupt, Alarm)
-        # Where next() draws, an Exception that a handler raises is the sampler's error: see NOTE [interrupts], rule 6.
-        if error is KeyboardInterrupt or name not in ("each waited for", "iterable", "pinned, each waited for")
-    ),
+    # Where next() draws, an Exception that a handler raises is the sampler's error: see NOTE [interrupts], rule 6.
+    pytest.param("in order", KeyboardInterrupt, 5, id="in order, every fifth point"),
+    *(pytest.param(name, KeyboardInterrupt, 1, marks=pytest.mark.full, id=f"{name}, every point") for name in KINDS),
 ]
 
 
