@@ -53,6 +53,7 @@ from rayloader.actors.private_files import keep_token_private, new_folder
 from rayloader.actors.signals import SignalHandlers
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread, new_lock
+from rayloader.transport.line import closers
 from rayloader.workers import ray_use
 from rayloader.workers.janitor import janitor
 
@@ -388,6 +389,7 @@ def forget() -> None:
 
 
 os.register_at_fork(after_in_child=forget)
+closers.append(forget)
 janitor.between_jobs = no_shutdown
 ray_use.is_own = started_here
 

@@ -125,13 +125,16 @@ class LineSocket(socket.socket):
 _sockets: weakref.WeakSet[LineSocket] = weakref.WeakSet()
 
 
-def close_copies() -> None:
+def _close_copies() -> None:
     """In a forked child, see NOTE [Forks]."""
     for copy in list(_sockets):
         copy.end()
 
 
-os.register_at_fork(after_in_child=close_copies)
+os.register_at_fork(after_in_child=_close_copies)
+# What closes a forked child's copies of descriptors, also if it is called again in a fork of that. A zygote runs no
+# other callbacks of forks: without these it would keep connections, ports and locks.
+closers: list[Callable[[], None]] = [_close_copies]
 
 
 class Line:

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple, NoReturn
 from rayloader._compat import Identity, new_identity, run_as_process
 from rayloader.errors import WorkerStartError, warning_at_the_users_line
 from rayloader.interrupts import new_lock
-from rayloader.transport.line import SENDING, close_copies, poll
+from rayloader.transport.line import SENDING, closers, poll
 from rayloader.transport.local_line import flush_streams
 
 # Where the system refuses a process or a descriptor.
@@ -269,6 +269,7 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+closers.append(_forget)
 
 
 # ---- in the zygote
@@ -320,8 +321,8 @@ def _serve(control: socket.socket, driver: int, blocked: set[int | signal.Signal
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        close_copies()
-        _forget()
+        for close in closers:
+            close()
         waits = select.poll()
         waits.register(control, select.POLLIN)
         with contextlib.suppress(OSError, AttributeError):

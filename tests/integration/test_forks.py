@@ -5,14 +5,15 @@ test_kinds_of_datasets.py.
 """
 
 import contextlib
+import ctypes
 import errno
-import itertools
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import types
 import warnings
 
 import psutil
@@ -522,12 +523,15 @@ def test_too_few_processes(monkeypatch):
     def refuse():
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    fork = os.fork
+    def refuse_in_c():
+        ctypes.set_errno(errno.EAGAIN)
+        return -1
+
     monkeypatch.setattr(zygote.os, "fork", refuse)
     with pytest.raises(WorkerStartError, match=r"could not be forked: .*temporarily unavailable.*ulimit -u"):
         iter(load(Drawing()))
-    forks = itertools.chain([fork], itertools.repeat(refuse))
-    monkeypatch.setattr(zygote.os, "fork", lambda: next(forks)())
+    monkeypatch.undo()
+    monkeypatch.setattr(zygote, "_python", types.SimpleNamespace(fork=refuse_in_c))
     with pytest.raises(rayloader.RayloaderError, match="temporarily unavailable"):
         taken(load(Drawing()))
     monkeypatch.undo()
