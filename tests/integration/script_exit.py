@@ -84,9 +84,9 @@ def main(folder, *asked):
         error = caught
     mail, gate = Mail(folder / "mail"), Gate(folder / "gate")
     stuck = iter(rayloader.DataLoader(Stuck(mail, gate), None, num_workers=1, timeout=1))
-    assert mail.receive() == ["0"]
     with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
         next(stuck)
+    assert mail.receive() == ["0"]
     globals().update(keep=(persistent, failing, error, stuck, gate))
     print("the end")
 
