@@ -225,7 +225,7 @@ def half_written_there(node_id, origins):
 def test_a_node_that_is_killed_while_it_fills_a_cache_costs_no_sample(where, doomed, tmp_path):
     """A later cache of the same folder reads the right samples, too, and builds none."""
     origins = Origins(tmp_path / "origins")
-    place = {} if where == "memory" else {"where": tmp_path / "cache", "fingerprint": "numbers"}
+    place = {} if where == "memory" else {"where": tmp_path / "cache", "key": "numbers"}
     kept = cached(Calls(half_written_there(doomed.node_id, origins), 20), **place)
     loader = DataLoader(kept, None, num_workers=1, collate_fn=as_is, ray_remote_args=doomed.remote_args)
     iterator = iter(loader)
