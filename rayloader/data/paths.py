@@ -1,14 +1,18 @@
-"""What the datasets over files ask of the paths that they are given, and of the columns in those files."""
+"""The files behind the paths that a user gave, and Parquet files as datasets of pyarrow's, which knows their layout."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import unquote
 
 import pyarrow as pa
-from pyarrow import dataset
+from pyarrow import dataset, fs
+
+from rayloader.data.columns import plain
+
+_FOOTERS = 16  # that are read at the same time
 
 
 def paths_of(given: Any, reader: str) -> list[str]:
@@ -32,55 +36,84 @@ def paths_of(given: Any, reader: str) -> list[str]:
     return [os.fspath(path) for path in paths]
 
 
-def data_files(folder: str, paths: Iterable[str], suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
-    """The files of a folder that hold data, in the order of their names; each with its name in the folder.
+def files_at(filesystem: fs.FileSystem, path: str, suffixes: tuple[str, ...], *, deep: bool) -> list[str]:
+    """A file, or those of a folder that hold data, in the order of their names.
 
     Files and folders in it whose names begin with `.` or `_` hold what other programs have put there.
+
+    Args:
+        filesystem: in which the path is.
+        path: of a file or a folder.
+        suffixes: of the names of files in a folder.
+        deep: those in any folder within it; otherwise only in ones such as `day=3`.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    named = ((path, os.path.relpath(path, folder)) for path in paths if path.endswith(suffixes))
-    found = sorted((path, name) for path, name in named if not _is_hidden(name))
-    if not found:
-        raise FileNotFoundError(f"the folder {folder} has no file that ends in {' or '.join(suffixes)}")
-    return found
+    found = filesystem.get_file_info(path)
+    if found.type == fs.FileType.NotFound:
+        raise FileNotFoundError(f"there is no file or folder {path}")
+    if found.type != fs.FileType.Directory:
+        return [path]
+    files = []
+    for one in filesystem.get_file_info(fs.FileSelector(path, recursive=True)):
+        *folders, name = os.path.relpath(one.path, path).split("/")
+        is_hidden = any(part[0] in "._" for part in (*folders, name))
+        if one.is_file and name.endswith(suffixes) and not is_hidden and (deep or all("=" in part for part in folders)):
+            files.append(one.path)
+    if not files:
+        raise FileNotFoundError(f"the folder {path} has no file that ends in {' or '.join(suffixes)}")
+    return sorted(files)
 
 
-def _is_hidden(path: str) -> bool:
-    return any(name[0] in "._" for name in path.split("/"))
+def parquet_at(filesystem: fs.FileSystem, path: str, files: list[str]) -> dataset.FileSystemDataset:
+    """The Parquet files of a path, with the columns of Hive's folders, and the schema of the first file made plain.
+
+    Raises:
+        ValueError: pyarrow can't read the first file, or it has another type for a column than the folders.
+    """
+    options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
+    kind = dataset.ParquetFileFormat(default_fragment_scan_options=options)
+    base = path if files != [path] else os.path.dirname(path)
+    try:
+        found = dataset.dataset(files, format=kind, filesystem=filesystem, partitioning="hive", partition_base_dir=base)
+    except (pa.ArrowException, OSError, TypeError) as error:
+        raise ValueError(
+            f"{files[0]} cannot be read as Parquet, it is damaged or unlike its folder: {error}"
+        ) from error
+    return found.replace_schema(plain(found.schema))
 
 
-def partitioning_of(names: Sequence[str], schema: pa.Schema) -> dataset.Partitioning:
-    """The columns that hive's names of folders give to the files in them, as `pyarrow.dataset` reads `day=3/x.parquet`.
-
-    They are whole numbers of 32 bits if all values are, and text otherwise. A column that the files have too is theirs
-    if it is of another type there, which pyarrow refuses, or if some of them lie in no such folder.
+def fragments_of(found: dataset.FileSystemDataset, names: Iterable[str]) -> list[dataset.ParquetFileFragment]:
+    """The files, whose footers are read.
 
     Args:
-        names: of the files, as they lie in the folder that was given.
-        schema: of the files.
+        found: the dataset.
+        names: of columns that all files must have, as far as they are not those of Hive's folders.
+
+    Raises:
+        FileNotFoundError: a file is not there any more.
+        ValueError: a footer can't be read, or a file has other columns than the first one.
     """
-    folders = (part for name in names for part in name.split("/")[:-1])
-    keys = dict.fromkeys(unquote(part.partition("=")[0]) for part in folders if "=" in part)
-    as_text = dataset.HivePartitioning(pa.schema([(key, pa.string()) for key in keys]))
-    values = [dataset.get_partition_keys(as_text.parse(name)) for name in names] if keys else []
-    fields = []
-    for key in keys:
-        kind = pa.int32()
+
+    def read(fragment: dataset.ParquetFileFragment) -> dataset.ParquetFileFragment:
         try:
-            pa.array([found.get(key) for found in values], pa.string()).cast(kind)
-        except pa.ArrowInvalid:
-            kind = pa.string()
-        place = schema.get_field_index(key)
-        if place < 0 or (schema.field(place).type == kind and all(key in found for found in values)):
-            fields.append(pa.field(key, kind))
-    return dataset.HivePartitioning(pa.schema(fields))
+            fragment.ensure_complete_metadata()
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(
+                f"{fragment.path} has no footer of Parquet, it is damaged or not whole: {error}"
+            ) from error
+        return fragment
 
-
-def with_columns(schema: pa.Schema, more: pa.Schema) -> pa.Schema:
-    """The schema, with those of these columns that it lacks at the end."""
-    return pa.schema([*schema, *(field for field in more if field.name not in schema.names)], schema.metadata)
+    with ThreadPoolExecutor(_FOOTERS, "rayloader-footers") as threads:
+        fragments = list(threads.map(read, found.get_fragments()))
+    first = fragments[0].physical_schema.names
+    wanted = pa.schema([found.schema.field(name) for name in names if name in first])
+    for fragment in fragments:
+        check_alike(wanted, fragments[0].path, plain(fragment.physical_schema), fragment.path)
+    return fragments
 
 
 def check_alike(wanted: pa.Schema, first: str, schema: pa.Schema, path: str) -> None:
