@@ -37,7 +37,7 @@ from rayloader.namespaces import attributes_in, own_modules
 from rayloader.observe.stats import CacheStats
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search, walk
-from rayloader.resume.snapshot import pass_on
+from rayloader.resume.wrapped import pass_on
 from rayloader.transport import codec
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 

@@ -8,7 +8,8 @@ copy of it: `take` gives memory of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -226,6 +227,43 @@ def plain(schema: pa.Schema) -> pa.Schema:
     Pyarrow cannot take rows of views, which other libraries write. What files say beyond types is left out.
     """
     return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
+
+
+def paths_of(given: Any, reader: str) -> list[str]:
+    """The paths that the user gave.
+
+    Args:
+        given: a path, or several.
+        reader: the class that reads them.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: there is no path.
+    """
+    several = [given] if isinstance(given, (str, os.PathLike)) else given
+    paths = list(several) if isinstance(several, Iterable) else [given]
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"{reader} takes paths, of type str or pathlib.Path, got {path!r:.200}")
+    if not paths:
+        raise ValueError(f"{reader} needs at least one file, got an empty list of paths")
+    return [os.fspath(path) for path in paths]
+
+
+def check_alike(wanted: Iterable[pa.Field], first: str, schema: pa.Schema, path: str) -> None:
+    """Compares the columns of a file with those of the first one.
+
+    Raises:
+        ValueError: a column that is wanted is missing, or of another type.
+    """
+    for field in wanted:
+        index = schema.get_field_index(field.name)
+        if index < 0 or schema.field(index).type != field.type:
+            found = "has none" if index < 0 else f"has {schema.field(index).type}"
+            raise ValueError(
+                f"all files must have the same columns: column {field.name!r} is {field.type} in {first}, and {path} "
+                f"{found}; leave it out by columns=, or write the files alike"
+            )
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

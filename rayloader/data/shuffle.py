@@ -1,137 +1,106 @@
 """`ShuffleBuffer`: the samples of any stream in a random order, drawn from some that were read beforehand.
 
-Promise: the order depends on the stream, the size, the seed, the epoch and the number of the worker alone, on no
-generator of the program. Each sample is drawn from at least `size`, until the stream ends. States are exact.
-
-NOTE [The pool]. A pool holds samples, and two lists of places among them: the samples that come next, in their order,
-and the buffer. When nothing comes next, a block of samples is read and joins the buffer, all of these are permuted, and
-as many as the buffer cannot hold come next. So each sample is drawn from those of the buffer and a block, and a
-permutation of NumPy's takes the place of a draw for each sample. Samples may be rows of a table; see parquet.py.
+Promise: each sample comes once. The order depends on the stream, on the size, and on a number that the loader's seed
+gives for each worker and epoch. The state of an iterator holds the samples of the buffer, so it is exact.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
+import torch
+from torch.utils.data import IterableDataset
 
-from rayloader.errors import RayloaderError, StateError
-from rayloader.host.shard_info import get_shard_info
-from rayloader.resume.snapshot import pass_on
-from rayloader.resume.wrapped import Source
+from rayloader.errors import StateError
+from rayloader.resume.wrapped import Source, pass_on
 
 _T = TypeVar("_T")
-_Array = np.ndarray[Any, Any]
 if TYPE_CHECKING:
-    _DatasetOf = IterableDataset
+    _StreamOf = IterableDataset
 else:  # as in loader.py: what parameters torch's classes have may change
-    _DatasetOf = {_T: IterableDataset}
-
-# A block is this share of the buffer: permuting all of it then takes less than a microsecond for each sample, and the
-# samples of a block are no more than a trainer can wait for.
-_SHARE = 64
+    _StreamOf = {_T: IterableDataset}
 
 
-class Pool:
-    """Samples, and which of them come next; see NOTE [The pool].
+class ShuffleBuffer(_StreamOf[_T], Generic[_T]):
+    """The samples of a stream in a random order: each is drawn from `size` of them, which the worker has read.
 
-    Args:
-        size: of the buffer; 0: samples come in the order in which they were read.
-        key: of the random numbers.
-        samples: none: an empty list, or an empty table.
-        take: gives those at some places.
-        join: puts two of them together.
+    Each worker has a buffer for its own part of the stream; see `get_shard_info`. It holds `size` samples, and so does
+    a state: shuffle before samples become large, paths before they are images. If the stream has a state, or its
+    iterator, a loader that resumes reads on where reading had stopped; otherwise it reads the stream again from its
+    start, as it would without the buffer.
 
-    Attributes:
-        samples: those that were read and not given, and perhaps some that were.
-        generator: of the random numbers.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        key: list[int],
-        samples: Any,
-        take: Callable[[Any, _Array], Any],
-        join: Callable[[Any, Any], Any],
-    ) -> None:
-        self._size, self.samples, self._take, self._join = size, samples, take, join
-        self.generator = np.random.default_rng(key)
-        self._next = self._buffer = np.empty(0, np.int64)  # places
-        self._at = 0  # in `_next`
-
-    @property
-    def coming(self) -> _Array:
-        """The places of those that come next."""
-        return self._next[self._at :]
-
-    @property
-    def waiting(self) -> _Array:
-        """The places of those in the buffer."""
-        return self._buffer
-
-    def give(self, count: int) -> _Array:
-        """The places of the next samples, which are given now."""
-        self._at += count  # whatever is raised later: the next ones are others
-        return self._next[self._at - count : self._at]
-
-    def add(self, block: Any, count: int) -> None:
-        """Adds samples; with none, the stream has ended, and the buffer comes next."""
-        kept = np.concatenate([self.coming, self._buffer])
-        first = len(self.coming)
-        self.samples = self._join(self._take(self.samples, kept), block)
-        drawn = np.arange(first, len(kept) + count)
-        if self._size:
-            drawn = self.generator.permutation(drawn)
-        given = max(0, len(drawn) - self._size) if count else len(drawn)
-        self._next, self._at = np.concatenate([np.arange(first), drawn[:given]]), 0
-        self._buffer = np.sort(drawn[given:])
-
-    def fill(self, samples: Any, coming: int, count: int) -> None:
-        """Holds these, of which so many come next, and the others are in the buffer."""
-        self.samples = samples
-        self._next, self._buffer = np.split(np.arange(count), [coming])
-        self._at = 0
-
-
-class ShuffleBuffer(_DatasetOf[_T], Generic[_T]):
-    """The samples of a stream in a random order: each is drawn from at least `size` that the worker has read.
-
-    Each worker has a buffer of what its own part of the stream gives; see `get_shard_info`. Put it before what makes
-    samples large, such as decoding: the worker holds `size` samples, and so does a state. If the stream has a state, or
-    its iterator, resuming reads on where reading had stopped; otherwise a loader that resumes reads the stream again
-    from its start, as it would without the buffer::
-
-        stream = rayloader.ShuffleBuffer(Lines(paths), 10_000)
-        loader = rayloader.DataLoader(stream, batch_size=32, num_workers=2)
-        for epoch in range(3):
-            loader.set_epoch(epoch)  # each epoch has another order
+    The order is another one in each epoch. It is drawn from torch's global generator when an epoch begins, which
+    loaders seed for each worker and epoch: `torch.manual_seed`, or the loader's `generator`, fixes it.
 
     Args:
         stream: an iterable of samples.
         size: how many samples the buffer holds, at least 1.
-        seed: of the order.
-
-    Attributes:
-        epoch: of which `iter()` gives the order; see `set_epoch`.
 
     Raises:
-        ValueError: a number that is none, or is too small.
+        ValueError: `size` is no whole number, or too small.
     """
 
-    def __init__(self, stream: Any, size: int, *, seed: int = 0) -> None:
-        self.stream = stream
-        self.size, self.seed = whole("size of a ShuffleBuffer", size, 1), whole("seed of a ShuffleBuffer", seed, 0)
-        self.epoch = 0
+    def __init__(self, stream: Any, size: int) -> None:
+        self.stream, self.size = stream, whole("size", size, 1, "ShuffleBuffer")
         pass_on(self, stream)
-        self.set_epoch = self._set_epoch
 
-    def _set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, on which the order depends, also for the stream; `DataLoader.set_epoch` calls it."""
-        self.epoch = whole("epoch of a ShuffleBuffer", epoch, 0)
-        if callable(told := getattr(self.stream, "set_epoch", None)):
-            told(epoch)
+    def __iter__(self) -> Iterator[_T]:
+        source = Source(self.stream)
+        return (_StatefulSamples if source.has_state else _Samples)(self, source)
+
+
+class _Samples(Iterator[Any]):
+    """The samples of one reading of the stream."""
+
+    def __init__(self, shuffled: ShuffleBuffer[Any], source: Source) -> None:
+        self._size, self._source = shuffled.size, source
+        self._buffer: list[Any] = []
+        self._generator = np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_()))
+
+    def __next__(self) -> Any:
+        for sample in self._source:  # until there is one more than the buffer holds
+            self._buffer.append(sample)
+            if len(self._buffer) > self._size:
+                break
+        if not self._buffer:
+            raise StopIteration
+        place = self._generator.integers(min(self._size, len(self._buffer)))
+        self._buffer[place], self._buffer[-1] = self._buffer[-1], self._buffer[place]
+        return self._buffer.pop()
+
+
+class _StatefulSamples(_Samples):
+    """Those of a stream that has a state, or whose iterator has one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The samples of the buffer, and the states of its generator and of the reading."""
+        generator = self._generator.bit_generator.state
+        return {**self._source.state_dict(), "buffer": [*self._buffer], "size": self._size, "generator": generator}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state. Raises StateError if it is not one, or of a buffer of another size."""
+        self._source.load_state_dict(state, "ShuffleBuffer")
+        if state.get("size") != self._size:
+            raise StateError(
+                f"the state of a ShuffleBuffer was saved with size={state.get('size')!r}, and here it is {self._size}; "
+                "make the buffer as the one that was saved"
+            )
+        self._buffer, self._generator.bit_generator.state = [*state["buffer"]], state["generator"]
+
+
+def whole(name: str, value: Any, least: int, owner: str) -> int:
+    """A whole number that the user gave.
+
+    Raises:
+        ValueError: it is none, or is too small.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ValueError(f"{name} of a {owner} must be a whole number >= {least}, got {value!r}")
+    return number

@@ -19,7 +19,6 @@ import rayloader
 from arrow_tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 from rayloader import ParquetStream, RayloaderError, StateError
 from rayloader.data import parquet as module
-from rayloader.data.footers import Footers
 from rayloader.host.shard_info import Reader
 from rayloader.plain_state import pack, unpack
 
