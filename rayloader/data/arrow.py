@@ -1,4 +1,4 @@
-"""A map-style dataset over tables: in memory, Arrow files that are mapped, or Parquet files: `ArrowDataset`.
+"""A map-style dataset over tables: in memory, or Arrow files that are mapped: `ArrowDataset`.
 
 Promise: Arrow files are mapped, never read whole, and all workers share that memory. A batch is gathered column by
 column.
@@ -12,20 +12,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import fs
 from torch.utils.data import Dataset
 
-from rayloader.data.columns import Converter, Form, plain
-from rayloader.data.paths import check_alike, files_at, fragments_of, parquet_at, paths_of
+from rayloader.data.columns import Converter, Form, check_alike, paths_of, plain
 from rayloader.data.rows import Row
 from rayloader.errors import ReplicaError
 
-_PARQUET, _FILE, _STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"  # how files begin
-_SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
+_FILE, _STREAM = b"ARRO", b"\xff\xff\xff\xff"  # how files begin
+_SUFFIXES = (".arrow", ".feather", ".ipc")
 
 if TYPE_CHECKING:
     _DatasetOfRows = Dataset[Row]
@@ -43,9 +41,8 @@ class ArrowDataset(_DatasetOfRows):
     Args:
         source: a `pyarrow.Table`, or any object with `__arrow_c_stream__`; or a path, several, or a folder. Arrow's
             files (IPC files and streams) are mapped; those that are compressed, or have dictionaries or views of text,
-            and Parquet files are read into memory. Of a folder these are all `.arrow`, `.feather` and `.ipc` files, or
-            all `.parquet` files, in the order of their names, those of folders such as `day=3` in it too; `day` is a
-            column then.
+            are read into memory. Of a folder these are all `.arrow`, `.feather` and `.ipc` files, in the order of
+            their names.
         columns: their names; None: all.
         as_: "tensors"; "numpy": arrays, which the default `collate_fn` makes tensors of; "arrow": Arrow's own arrays.
         decode: functions by names of columns with binary data or text, called with each value.
@@ -69,17 +66,19 @@ class ArrowDataset(_DatasetOfRows):
     ) -> None:
         if hasattr(source, "__arrow_c_stream__"):
             table = pa.table(source)
-            sources = [_Source("the table", table.schema, lambda names: table)]
+            self._converter = Converter(table.schema, columns, as_, decode, fill_null)
+            parts: list[pa.Table | _MappedFile] = [table.select(self.schema.names)]
         else:
-            sources = [one for path in paths_of(source, "an ArrowDataset, if not of a table,") for one in _found(path)]
-        self._converter = Converter(sources[0].schema, columns, as_, decode, fill_null)
-        for one in sources:
-            check_alike(self.schema, sources[0].name, plain(one.schema), one.name)
-        self._parts: list[pa.Table | _MappedFile] = []
-        for one in sources:
-            part = one.open(self.schema.names)
-            is_mapped = isinstance(part, _MappedFile)
-            self._parts.append(part if is_mapped else part.select(self.schema.names).cast(self.schema).combine_chunks())
+            paths = paths_of(source, "an ArrowDataset, if not of a table,")
+            files = [file for path in paths for file in _files_at(path)]
+            schemas = [_schema_of(file) for file in files]
+            self._converter = Converter(schemas[0], columns, as_, decode, fill_null)
+            for file, schema in zip(files, schemas, strict=True):
+                check_alike(self.schema, files[0], plain(schema), file)
+            parts = [_mapped(file, self.schema.names) for file in files]
+        self._parts = [
+            part if isinstance(part, _MappedFile) else part.cast(self.schema).combine_chunks() for part in parts
+        ]
         self._open()
 
     def _open(self) -> None:
@@ -145,14 +144,6 @@ class ArrowDataset(_DatasetOfRows):
         return self._converter.joined([self._batches[number].slice(row, 1) for number, row in pairs])
 
 
-class _Source(NamedTuple):
-    """What rows come from: its name in errors, its columns, and what gives some of these, by their names."""
-
-    name: str
-    schema: pa.Schema
-    open: Callable[[list[str]], Any]
-
-
 @dataclass(frozen=True)
 class _MappedFile:
     """An Arrow file that is mapped, in each process that has the dataset."""
@@ -177,31 +168,26 @@ class _MappedFile:
         return _batches_of(source)
 
 
-def _found(path: str) -> list[_Source]:
-    """What lies at a path."""
+def _files_at(path: str) -> list[str]:
+    """A file, or those of Arrow's formats in a folder, in the order of their names."""
     if "://" in path:
         raise ValueError(
             f"an ArrowDataset maps files of this machine, got {path!r}; read Parquet files elsewhere by a "
             "rayloader.ParquetStream, or copy them"
         )
-    here, path = fs.LocalFileSystem(), os.path.abspath(path)
-    files = files_at(here, path, _SUFFIXES, deep=False)
-    heads = [_head(file) for file in files]
-    if set(heads) == {_PARQUET}:
-        found = parquet_at(here, path, files)
-
-        def read(names: list[str]) -> pa.Table:
-            fragments_of(found, names)
-            return found.to_table(columns=names)
-
-        return [_Source(files[0], found.schema, read)]
-    for file, head in zip(files, heads, strict=True):
-        if head not in (_FILE, _STREAM) or os.path.dirname(file) not in (path, os.path.dirname(path)):
+    files = [os.path.abspath(path)]
+    if os.path.isdir(path):
+        names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES) and name[0] not in "._")
+        files = [os.path.join(files[0], name) for name in names]
+        if not files:
+            raise FileNotFoundError(f"the folder {path} has no file that ends in {' or '.join(_SUFFIXES)}")
+    for file in files:
+        if _head(file) not in (_FILE, _STREAM):
             raise ValueError(
-                "files of an ArrowDataset must be all of Parquet, or all of Arrow's formats in one folder, got "
-                f"{file}, which begins {head!r}; read the others by pyarrow.dataset, and give the table"
+                f"files of an ArrowDataset must be of Arrow's formats, got {file}, which begins {_head(file)!r}; read "
+                "others into a table, as by pyarrow.parquet.read_table, and give that, or use a rayloader.ParquetStream"
             )
-    return [_Source(file, _schema_of(file), partial(_mapped, file)) for file in files]
+    return files
 
 
 def _head(path: str) -> bytes:
