@@ -176,7 +176,8 @@ class _Files:
         self._schema = plain(found.schema)
         self.converter, self.filters = Converter(self._schema, *arguments), filters
         try:
-            found.replace_schema(self._schema).scanner(filter=filters)
+            if filters is not None:
+                self._schema.empty_table().filter(filters)
         except (pa.ArrowException, TypeError, ValueError) as error:
             raise ValueError(f"filters do not fit the columns {', '.join(self._schema.names)}: {error}") from None
         first = fragments[0]
