@@ -34,6 +34,7 @@ from rayloader.actors.demand import Demand
 from rayloader.actors.lifetimes import Lifetimes
 from rayloader.actors.placement import MOVE_PATIENCE_S, Draining, Placement
 from rayloader.actors.process import WorkerProcess
+from rayloader.actors.start import SessionName
 from rayloader.errors import RaySessionError, add_note
 from rayloader.interrupts import new_lock
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
@@ -48,7 +49,7 @@ leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their
 class Pool:
     """The actors of this process in one Ray session."""
 
-    def __init__(self, session_name: session.SessionName) -> None:
+    def __init__(self, session_name: SessionName) -> None:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(self.session_alive)
@@ -267,7 +268,7 @@ def get_pool() -> Pool:
         return _get_pool(session.ensure())
 
 
-def _get_pool(session_name: session.SessionName) -> Pool:
+def _get_pool(session_name: SessionName) -> Pool:
     """Does the work of `get_pool`, under the lock."""
     global _pool
     janitor.start()

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -100,8 +101,14 @@ def test_a_script_that_joins_a_running_ray_ends_and_takes_its_actors_along(ray_s
 
 
 @pytest.fixture(params=["ray", "fork"])
-def waiting_script(tmp_path, request):
-    """A script that waits in next(), and the processes that it started."""
+def waiting_script(tmp_path, request, monkeypatch):
+    """A script that waits in next(), and the processes that it started.
+
+    Its folder for temporary files is `temporary` in `tmp_path`; Ray's is the usual one, whose name is short.
+    """
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", os.environ.get("RAY_TMPDIR", tempfile.gettempdir()))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     script = start("script_wait.py", tmp_path, request.param)
     workers, everything = script.stdout.readline(), script.stdout.readline()
     assert everything, script.communicate()[1]
@@ -130,7 +137,8 @@ def test_ctrl_c_ends_a_waiting_script_and_nothing_is_left(waiting_script):
 
 
 @pytest.mark.full
-def test_a_killed_driver_takes_everything_along(waiting_script):
+def test_a_killed_driver_takes_everything_along_and_leaves_no_files(waiting_script, tmp_path):
+    """But for Ray's own folder, with its logs, as after any end of a Ray."""
     script, everything = waiting_script
     agents = [process for process in everything if process.name().endswith("Agent")]
     assert len(agents) == 2 * (len(everything) > 2)  # where there is a Ray
@@ -138,6 +146,7 @@ def test_a_killed_driver_takes_everything_along(waiting_script):
     script.wait()
     # Ray's two agents notice it too, but take more than a minute, whoever started them.
     check_gone([process for process in everything if process not in agents])
+    assert [*(tmp_path / "temporary").iterdir()] == []
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import ray
 import rayloader
 from handlers import interrupted
 from rayloader import RaySessionError, interrupts
-from rayloader.actors import pool, session
+from rayloader.actors import pool, session, start
 from rayloader.workers import ray_use
 
 HANG_LIMIT = 500  # seconds
@@ -57,7 +57,7 @@ def test_what_a_ray_that_has_failed_had_started_is_ended(no_ray, monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(threading.current_thread().name))
-    monkeypatch.setattr(session, "connection_of", lambda _: None)
+    monkeypatch.setattr(start, "connection_of", lambda _: None)
     with pytest.raises(RaySessionError, match="division by zero"):
         session.ensure()
     assert ended == ["rayloader-session"]
@@ -71,8 +71,8 @@ def test_whoever_is_interrupted_while_ray_starts_it_is_started_by_the_thread_tha
         known.append(self is session._starter)
         raise Failed
 
-    files = {threading.__file__, interrupts.__file__, session.__file__}
-    monkeypatch.setattr(session._Starter, "_init", begin)
+    files = {threading.__file__, interrupts.__file__, session.__file__, start.__file__}
+    monkeypatch.setattr(start.Starter, "_init", begin)
     for number in itertools.count():
         monkeypatch.setattr(session, "_starter", None)
         fired = False
@@ -101,8 +101,8 @@ class TellsOnce(logging.Handler):
 
 def starts_by(monkeypatch, init):
     """This starts Ray."""
-    monkeypatch.setattr(session, "START_TICK_S", 0.01)
-    monkeypatch.setattr(session._Starter, "_init", init)
+    monkeypatch.setattr(start, "START_TICK_S", 0.01)
+    monkeypatch.setattr(start.Starter, "_init", init)
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(no_ray, monke
         handler.bell.wait(HANG_LIMIT)
         raise Failed
 
-    monkeypatch.setattr(session, "START_NOTICE_S", 0.0)
+    monkeypatch.setattr(start, "START_NOTICE_S", 0.0)
     starts_by(monkeypatch, take_long)
-    session.logger.addHandler(handler)
+    start.logger.addHandler(handler)
     try:
         with pytest.raises(Failed):
             session.ensure()
     finally:
-        session.logger.removeHandler(handler)
+        start.logger.removeHandler(handler)
     assert handler.told == [told]
 
 
@@ -141,7 +141,7 @@ def test_a_start_of_ray_that_never_ends_is_an_error(no_ray, monkeypatch):
         ended.wait(HANG_LIMIT)
         raise Failed
 
-    monkeypatch.setattr(session, "START_LIMIT_S", 0.0)
+    monkeypatch.setattr(start, "START_LIMIT_S", 0.0)
     starts_by(monkeypatch, never)
     try:
         with pytest.raises(RaySessionError, match=r"has not started on this machine within 0 s.*`ray start --head`"):
@@ -161,11 +161,11 @@ def test_options_that_ray_refuses_are_named(no_ray, monkeypatch):
 def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(address, no_ray, monkeypatch):
     started = []
 
-    def start(**options):
+    def note(**options):
         started.append((options, dict(os.environ)))
         raise Failed
 
-    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "init", note)
     monkeypatch.setenv("RAY_worker_niceness", "7")
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -173,9 +173,9 @@ def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(addr
     with pytest.raises(RaySessionError):
         session.ensure({"num_cpus": 3, "resources": {"mine": 2}})
     ((options, environment),) = started
-    resources = {"mine": 2, session.OVERSUBSCRIBE_RESOURCE: 1}
+    resources = {"mine": 2, start.OVERSUBSCRIBE_RESOURCE: 1}
     assert options == {"address": "local", "include_dashboard": False, "num_cpus": 3, "resources": resources}
-    assert environment == session.LOCAL_RAY_ENVIRONMENT | before, "the program's own variables stay"
+    assert environment == start.LOCAL_RAY_ENVIRONMENT | before, "the program's own variables stay"
     assert dict(os.environ) == before
 
 
