@@ -28,6 +28,7 @@ from rayloader.actors import session
 from rayloader.actors.actor import RayAnswer, wait_for
 from rayloader.actors.image import Contents, Image
 from rayloader.actors.replica import module_folders
+from rayloader.actors.start import SessionName
 from rayloader.actors.tcp_line import TcpDriverLine
 from rayloader.epoch.ahead import COPIED_AHEAD_BYTES, AheadThread
 from rayloader.errors import RaySessionError, ShareError, add_note
@@ -65,7 +66,7 @@ _MOST_FRUITLESS = 3
 
 logger = logging.getLogger("rayloader")
 _remote_producer: Any = ray.remote(Producer)
-_owned: list[tuple[session.SessionName, Any]] = []  # producers that this process has started
+_owned: list[tuple[SessionName, Any]] = []  # producers that this process has started
 
 
 def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
@@ -99,7 +100,7 @@ def start(loader: Any, terms: Terms, ray_remote_args: dict[str, Any]) -> Any:
     return producer
 
 
-def _ensured() -> session.SessionName:
+def _ensured() -> SessionName:
     """The session of Ray, joined or started.
 
     Raises:

@@ -254,7 +254,6 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/epoch/local.py", "_dataset_kind"): "of our own loader, which inherits it",
     ("rayloader/resume/checkpoint.py", "_dataset_kind"): "likewise",
     ("rayloader/resume/position.py", "_dataset_kind"): "likewise",
-    ("rayloader/actors/default_worker.py", "_exit"): "documented, of os",
     ("rayloader/workers/zygote.py", "_exit"): "documented, of os",
     ("rayloader/host/server.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",

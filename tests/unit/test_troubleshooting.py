@@ -231,7 +231,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "seed must be": lambda: DataLoader(range(4), seed=-1),
     "seed=...": lambda: DataLoader(range(4), seed=1),
     "... attribute should not": set_rank,
-    "init() takes": lambda: rayloader.init(foo=3),
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
     "share() takes a rayloader": lambda: rayloader.share([1], consumers=1),
     "share() needs": lambda: rayloader.share(DataLoader(range(4)), consumers=0),
