@@ -6,20 +6,14 @@ outside the cache. Each round gives each way of caching a new process, in an ord
 epochs, workers as usual, none persistent; the figures are milliseconds a batch in the first epoch, with everything that
 caching costs, and in the third. "floor" is rayloader over samples that lie decoded in one array: it only copies and
 augments. "dict" is the usual idiom: a dict in the dataset, filled by each worker, which keeps what it has with
-persistent workers. "ram" decodes everything before the workers start, as `cache="ram"` of Ultralytics does; its first
-epoch includes that. "monai" is MONAI's `CacheDataset` whose workers share what they have decoded, by a server process
-(`runtime_cache="processes"`). "spdl" is SPDL's `CacheDataLoader` over torch's loader: it keeps whole batches, cropped
-and flipped, in the program, and gives the same ones again in each epoch. Each of the two is measured where its package
-is installed, of the extra `clients` and `bench`.
+persistent workers.
 Command: python benchmarks/cache.py [--rounds N] [--workers N] [--peers torch,rayloader] [--quick]
 Results, where all peers are measured: benchmarks/results/cache.json.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
-import itertools
 import json
 import os
 import subprocess
@@ -36,7 +30,6 @@ from torch.utils.data import Dataset
 import harness
 import tables
 from harness import Figure, Options
-from processes import Missing
 
 QUESTION = "cache"
 RESULTS = harness.RESULTS / "cache.json"
@@ -45,16 +38,12 @@ DOCUMENT = harness.ROOT / "docs" / "howto" / "cache.md"
 PEERS = {
     "torch": "torch's DataLoader",
     "dict": "torch's, a dict in each persistent worker",
-    "ram": "torch's, all decoded before",
-    "monai": "torch's, MONAI's CacheDataset",
-    "spdl": "SPDL's CacheDataLoader: the same batches again",
     "torch-cached": "torch's, rayloader.cached",
     "rayloader": "rayloader",
     "cached": "rayloader, rayloader.cached",
     "folder": "rayloader, rayloader.cached in a folder",
     "floor": "rayloader, only copies and augments",
 }
-PACKAGES = {"monai": "monai", "spdl": "spdl-core"}  # of the peers that need one
 METRICS = ("first epoch", "third epoch")
 SIDE, HEIGHT = 224, 256
 BATCH_SIZE = 32
@@ -146,26 +135,14 @@ def program(peer: str, batches: int, workers: int) -> None:
             samples = rayloader.cached(photos, where=folder)
         elif peer == "floor":
             samples = InArray(photos, count)
-        elif peer == "monai":
-            from monai.data import CacheDataset
-
-            samples = CacheDataset(range(count), photos.__getitem__, progress=False, runtime_cache="processes")
         if peer in ("rayloader", "cached", "folder", "floor"):
             loader_class, arguments = rayloader.DataLoader, {"workers": "fork"}
         torch.manual_seed(0)
         milliseconds = []
         begin = time.perf_counter()
-        if peer == "ram":
-            samples = InDict(photos, count)
-            for index in range(count):
-                samples[index]
         loader = loader_class(Augmented(samples), BATCH_SIZE, shuffle=True, num_workers=workers, **arguments)
-        if peer == "spdl":
-            from spdl.dataloader import CacheDataLoader
-
-            same = iter(CacheDataLoader(loader, num_caches=batches, return_caches_after=batches))
         for _ in range(3):
-            seen = sum(1 for _ in (itertools.islice(same, batches) if peer == "spdl" else loader))
+            seen = sum(1 for _ in loader)
             if seen != batches:
                 raise RuntimeError(f"{peer} gave {seen} batches instead of {batches}")
             milliseconds.append((time.perf_counter() - begin) / batches * 1e3)
@@ -193,27 +170,16 @@ def measure(options: Options) -> list[Figure]:
     """Both metrics, for each way."""
     peers = options.pick_peers(list(PEERS), quick=["torch", "cached", "floor"])
     batches = 10 if options.quick else 40
-    missing = {peer: Missing(f"{PACKAGES[peer]} is not installed") for peer in peers if version(peer) is None}
-    answers: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers if peer not in missing}
+    answers: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}
     for number in range(options.rounds):
-        for peer in harness.rotated([*answers], number):
+        for peer in harness.rotated(peers, number):
             harness.say(f"{QUESTION}: {peer}, round {number + 1} of {options.rounds}")
             answers[peer].append(run(peer, batches, options.workers))
     return [
-        harness.figure(
-            QUESTION, "jpeg", peer, metric, "ms", missing.get(peer) or [answer[metric] for answer in answers[peer]]
-        )
+        harness.figure(QUESTION, "jpeg", peer, metric, "ms", [answer[metric] for answer in answers[peer]])
         for peer in peers
         for metric in METRICS
     ]
-
-
-def version(peer: str) -> str | None:
-    """Of the package that a peer needs, "" if it needs none; None if that is not installed."""
-    try:
-        return importlib.metadata.version(PACKAGES[peer]) if peer in PACKAGES else ""
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def rows_of(figures: list[Figure]) -> list[list[str]]:
@@ -222,21 +188,17 @@ def rows_of(figures: list[Figure]) -> list[list[str]]:
     torchs = harness.find(figures, implementation="torch", metric=METRICS[-1])
     for peer in dict.fromkeys(figure["implementation"] for figure in figures):
         found = [harness.find(figures, implementation=peer, metric=metric) for metric in METRICS]
-        is_same = peer == "spdl"  # batches, which cost nothing
-        times = harness.ratio(torchs, found[-1]) if torchs and found[-1] and not is_same else None
+        times = harness.ratio(torchs, found[-1]) if torchs and found[-1] else None
         rows.append([PEERS[peer], *map(harness.show, found), f"{times['median']:.2g}" if times else "-"])
-    rows.append(["FFCV: needs a file format of its own", "-", "-", "-"])
     return rows
 
 
 def table(results: dict[str, Any]) -> str:
     """The table of the document."""
-    machine = results["machine"]
-    settings = results["settings"]
-    packages = "".join(f", {PACKAGES[peer]} {found}" for peer, found in settings["versions"].items() if found)
+    machine, settings = results["machine"], results["settings"]
     return (
         f"Batches of 32 photographs, {settings['workers']} workers on {machine['cores']} cores, torch "
-        f"{machine['torch']}{packages}, medians of {settings['rounds']} rounds.\n\n"
+        f"{machine['torch']}, medians of {settings['rounds']} rounds.\n\n"
         f"{tables.markdown(rows_of(results['figures']))}"
     )
 
@@ -247,10 +209,8 @@ def main() -> None:
     figures = measure(options)
     header, *rows = rows_of(figures)
     harness.print_table("Photographs: decoded, cropped at random", header, rows)
-    harness.print_missing(figures)
     if not (options.peers or options.quick):
-        versions = {peer: version(peer) for peer in PACKAGES}
-        settings = {"rounds": options.rounds, "workers": options.workers, "versions": versions}
+        settings = {"rounds": options.rounds, "workers": options.workers}
         results = {"machine": machine, "settings": settings, "figures": figures}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         tables.put(DOCUMENT, COMMAND, table(results))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import random
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 POOL = 256  # samples that exist; an epoch goes through them again and again
 
@@ -63,25 +62,6 @@ class Stored(Dataset[Labelled]):
         return self.samples[index % len(self.samples)], index % 10
 
 
-class Segmentation(Dataset[dict[str, torch.Tensor]]):
-    """An image and the class of each of its pixels."""
-
-    SIDE = 512
-
-    def __init__(self, length: int) -> None:
-        count = min(length, POOL // 8)
-        self.images = Views(stored_samples(count, (3, self.SIDE, self.SIDE), torch.uint8))
-        self.masks = Views(stored_samples(count, (self.SIDE, self.SIDE), torch.int64))
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        number = index % len(self.images)
-        return {"image": self.images[number], "mask": self.masks[number]}
-
-
 class Columns(Dataset[dict[str, Any]]):
     """Rows of 20 named numbers, as a table of features gives them."""
 
@@ -94,33 +74,6 @@ class Columns(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, float]:
         return {name: column[index % POOL] for name, column in self.columns.items()}
-
-
-class Rows(Dataset[dict[str, Any]]):
-    """Rows of strings that are fetched many at a time, as Hugging Face's datasets give them."""
-
-    def __init__(self, length: int) -> None:
-        self.texts = [f"the text of row {index}, some sixty characters long, more or less" for index in range(POOL)]
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        return [{"text": self.texts[index % POOL], "label": index % 10} for index in indices]
-
-
-class OwnOrder(Sampler[int]):
-    """A sampler of the user's: nobody but its author knows when it may be asked."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class JpegPhotos(Dataset[Labelled]):
@@ -171,12 +124,6 @@ def pad(sentences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         "tokens": torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True),
         "lengths": torch.tensor([len(sentence) for sentence in sentences]),
     }
-
-
-def fields(samples: list[Labelled]) -> dict[str, Any]:
-    """The user's own collate function that leaves the stacking to torch's: the most usual kind."""
-    images, labels = zip(*samples, strict=True)
-    return {"image": default_collate(list(images)), "label": default_collate(list(labels))}
 
 
 class Stream(IterableDataset[Labelled]):
@@ -230,14 +177,9 @@ class Case:
         batches: batches an epoch; `--quick` takes a sixth, at least 12.
         collate_fn: None: torch's own.
         arguments: more of torch's arguments.
-        sampler: makes the sampler for so many samples; None: torch's own.
-        keep: what the consumer keeps of each batch until the end of the epoch; None: nothing.
         epochs: that one measurement goes through. With one the clock runs from its first batch on; with more it runs
             from the first `iter()` on, for then their beginnings are what is measured.
-        new_loader: each epoch makes its loader anew.
-        rayloader: arguments that only rayloader has; the case is not available where it lacks them.
-        target: ratio to torch's rate that is aimed at, two workers on two cores.
-        floor_target: share of the floor's rate that is aimed at.
+        rayloader: arguments that only rayloader has.
     """
 
     title: str
@@ -246,13 +188,8 @@ class Case:
     batches: int
     collate_fn: Callable[[list[Any]], Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    sampler: Callable[[int], Sampler[int]] | None = None
-    keep: Callable[[Any], Any] | None = None
     epochs: int = 1
-    new_loader: bool = False
     rayloader: dict[str, Any] = field(default_factory=dict)
-    target: float | None = None
-    floor_target: float | None = None
 
     def epoch_length(self, quick: bool) -> int:
         """Batches an epoch."""
@@ -261,23 +198,6 @@ class Case:
     def dataset(self, batches: int) -> Any:
         """The dataset of so many batches."""
         return self.make(batches * self.batch_size)
-
-
-def read_every_byte(batch: Any) -> None:
-    """Reads all memory of a batch once, that of arrays eight bytes at a time."""
-    if isinstance(batch, torch.Tensor):
-        memory = batch.reshape(-1).view(torch.uint8).numpy()
-        whole = memory.nbytes // 8 * 8
-        np.bitwise_xor.reduce(memory[:whole].view(np.int64))
-        np.bitwise_xor.reduce(memory[whole:])
-    elif isinstance(batch, str):
-        zlib.crc32(batch.encode())
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            read_every_byte(part)
-    elif isinstance(batch, dict):
-        for part in batch.values():
-            read_every_byte(part)
 
 
 def _tiny(length: int) -> Dataset[Any]:
@@ -292,37 +212,22 @@ def _large(length: int) -> Dataset[Any]:
     return Stored(length, (3, 224, 224), torch.float32)
 
 
-def _labels(batch: Any) -> Any:
-    return batch[1]
-
-
 CASES = {
-    "tiny": Case("tiny: 64 x 1x28x28 uint8, label", _tiny, 64, 3600, target=15),
+    "tiny": Case("tiny: 64 x 1x28x28 uint8, label", _tiny, 64, 3600),
     "tiny-short": Case("tiny, 10 epochs of 100 batches", _tiny, 64, 100, epochs=10),
-    "tiny-new-loader": Case("tiny, the same, a new loader each", _tiny, 64, 100, epochs=10, new_loader=True),
-    "tiny-depth-2": Case("tiny, prefetch_factor=2", _tiny, 64, 3600, arguments={"prefetch_factor": 2}, target=8),
-    "tiny-sampler": Case("tiny, a sampler of the user's", _tiny, 64, 3600, sampler=OwnOrder, target=8),
-    "tiny-unordered": Case("tiny, in_order=False", _tiny, 64, 3600, arguments={"in_order": False}, target=8),
-    "medium": Case("medium: 32 x 3x224x224 uint8, label", _medium, 32, 600, target=10, floor_target=0.7),
-    "medium-collate": Case("medium, collate_fn that calls default_collate", _medium, 32, 600, collate_fn=fields),
-    "large": Case("large: 128 x 3x224x224 float32, label", _large, 128, 60, target=8, floor_target=0.7),
-    "large-labels": Case("large, all labels kept", _large, 128, 60, keep=_labels, target=8),
-    "masks": Case("segmentation: 8 x 3x512x512 uint8, 512x512 int64", Segmentation, 8, 360, target=5),
-    "jpeg": Case("JPEG: decode and augment, 32 photographs", JpegPhotos, 32, 36, target=1.05, floor_target=0.97),
-    "text": Case("text: 64 sentences, padded", Sentences, 64, 2400, collate_fn=pad, target=6),
-    "table": Case("wide table: 256 rows of a TensorDataset", wide_table, 256, 480, target=2),
+    "tiny-unordered": Case("tiny, in_order=False", _tiny, 64, 3600, arguments={"in_order": False}),
+    "medium": Case("medium: 32 x 3x224x224 uint8, label", _medium, 32, 600),
+    "large": Case("large: 128 x 3x224x224 float32, label", _large, 128, 60),
+    "jpeg": Case("JPEG: decode and augment, 32 photographs", JpegPhotos, 32, 36),
+    "text": Case("text: 64 sentences, padded", Sentences, 64, 2400, collate_fn=pad),
+    "table": Case("wide table: 256 rows of a TensorDataset", wide_table, 256, 480),
     "columns": Case("dict of 20 numbers: 64 rows", Columns, 64, 480),
-    "rows": Case("rows of strings, 4,096 at a time", Rows, 4096, 60),
-    "stream": Case("iterable stream: 64 x 3x32x32 uint8, label", Stream, 64, 3000, target=8),
-    "stream-persistent": Case(
-        "iterable stream, persistent workers", Stream, 64, 3000, arguments={"persistent_workers": True}, target=8
-    ),
+    "stream": Case("iterable stream: 64 x 3x32x32 uint8, label", Stream, 64, 3000),
     "stragglers": Case(
         "2% stragglers: 4 samples, dynamic scheduling",
         Stragglers,
         4,
         360,
         rayloader={"scheduling": "dynamic", "seeding": "batch"},
-        target=1.5,
     ),
 }

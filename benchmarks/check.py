@@ -52,14 +52,12 @@ def is_fast(measured: Round) -> bool:
 def measure(cases: tuple[str, ...], count: int) -> dict[str, list[Round]]:
     """So many rounds, by case."""
     peers = ("torch", "rayloader", "floor")
-    options = harness.Options(rounds=count, quick=False, workers=2, cases=cases, peers=peers, read=False)
+    options = harness.Options(rounds=count, quick=False, workers=2, cases=cases, peers=peers)
     figures = throughput.measure(options)
     found = {}
     for case in cases:
-        both = [
-            harness.find(figures, case=case, implementation="rayloader", metric=metric)
-            for metric in ("ratio to torch", "of the floor")
-        ]
+        of_ours = {"case": case, "implementation": "rayloader"}
+        both = [harness.find(figures, **of_ours, metric=metric) for metric in (throughput.RATIO, throughput.OF_FLOOR)]
         if None in both:
             sys.exit(f"{case} was not measured")
         found[case] = list(zip(*(figure["rounds"] for figure in both if figure), strict=True))

@@ -1,12 +1,11 @@
 """The cold start taken apart: what a short program pays besides its batches, from the import to the end of its process.
 
 Motive: a short program, such as a test or the first try of a script, mostly waits for what only its beginning and its
-end cost; first_batch.py tells how long, this one of what.
+end cost.
 Method: each round gives each loader a new process, in an order that changes. The program imports the library, torch
 included; makes the dataset, which is not counted; reads two epochs of a few batches, with the clock over `iter()` and
-one `next()`; and ends. The end is from its last batch until the process is gone, as its parent sees it. For
-actors the parts of the first `iter()` are told too, as seconds that a thread of the
-program spends in each: they overlap, and do not add up. The ratio to torch's loader is the median over rounds.
+one `next()`; and ends. The end is from its last batch until the process is gone, as its parent sees it. The ratio to
+torch's loader is the median over rounds.
 Cases: "small" has 64 samples; "arrays" 2 GB in one array, and "dicts" a million small dicts, of which 64 are read.
 Command: python benchmarks/cold_start.py [--rounds N] [--cases small,arrays,dicts] [--peers torch,fork,ray]
 Results, where all cases and loaders are measured: benchmarks/results/cold_start.json.
@@ -14,8 +13,6 @@ Results, where all cases and loaders are measured: benchmarks/results/cold_start
 
 from __future__ import annotations
 
-import builtins
-import functools
 import json
 import os
 import statistics
@@ -23,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -34,7 +30,6 @@ RESULTS = harness.RESULTS / "cold_start.json"
 PEERS = {"torch": "torch's DataLoader", "fork": 'workers="fork"', "ray": 'workers="ray"'}
 TITLES = {"small": "64 samples", "arrays": "2 GB of arrays", "dicts": "a million dicts"}
 METRICS = ("import", "first batch", "second epoch", "end")
-PARTS = ("import ray", "fork server", "ray.init", "actors")
 SAMPLES = 64  # that are read
 BATCH_SIZE = 8
 LIMIT_S = 600.0  # for a program; on expiry it is an error
@@ -53,19 +48,12 @@ def dataset(case: str) -> Any:
 
 def program(peer: str, case: str, workers: int) -> None:
     """Runs one loader, and prints its seconds, with the time of its last batch."""
-    parts: dict[str, float] = {}
-    if peer == "ray":
-        _time_import_of_ray(parts)
     begin = time.perf_counter()
     if peer == "torch":
         from torch.utils.data import DataLoader
     else:
         from rayloader import DataLoader  # type: ignore[assignment]
     seconds = {"import": time.perf_counter() - begin}
-    if peer == "ray":
-        from rayloader.actors.fork_server import ForkServer
-
-        ForkServer._start = _timed(ForkServer._start, "fork server", parts)  # type: ignore[method-assign]
     from torch.utils.data import SequentialSampler
 
     more = {} if peer == "torch" else {"workers": peer}
@@ -80,42 +68,7 @@ def program(peer: str, case: str, workers: int) -> None:
         if count != SAMPLES // BATCH_SIZE:
             raise RuntimeError(f"{peer} gave {count} batches of {case} instead of {SAMPLES // BATCH_SIZE}")
     last = time.monotonic()
-    if peer == "ray":
-        from rayloader.actors.pool import get_pool
-
-        starts = [actor.started_at - actor.created_at for actor in get_pool().actors if actor.started_at is not None]
-        parts["actors"] = max(starts)
-    print(json.dumps({"seconds": seconds | parts, "last": last}), flush=True)
-
-
-def _timed(function: Callable[..., Any], part: str, parts: dict[str, float]) -> Callable[..., Any]:
-    """Notes the seconds of the first call."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return function(*args, **options)
-        finally:
-            parts.setdefault(part, time.perf_counter() - begin)
-
-    return call
-
-
-def _time_import_of_ray(parts: dict[str, float]) -> None:
-    """Notes the seconds of the first import of Ray, and then those of its start."""
-    plain = builtins.__import__
-
-    def import_(name: str, *args: Any, **options: Any) -> Any:
-        if name.split(".")[0] != "ray":
-            return plain(name, *args, **options)
-        builtins.__import__ = plain
-        module = _timed(plain, "import ray", parts)(name, *args, **options)
-        ray = sys.modules["ray"]
-        ray.init = _timed(ray.init, "ray.init", parts)  # type: ignore[attr-defined]
-        return module
-
-    builtins.__import__ = import_  # type: ignore[assignment]
+    print(json.dumps({"seconds": seconds, "last": last}), flush=True)
 
 
 def seconds_of(peer: str, case: str, workers: int) -> dict[str, float]:
@@ -141,7 +94,7 @@ def measure(options: Options) -> list[Figure]:
             for peer in harness.rotated(peers, number):
                 answers[peer].append(seconds_of(peer, case, options.workers))
         for peer, rounds in answers.items():
-            for metric in (*METRICS, *PARTS) if peer == "ray" else METRICS:
+            for metric in METRICS:
                 values = [seconds[metric] for seconds in rounds]
                 found.append(harness.figure(QUESTION, case, peer, metric, "s", values, title=TITLES[case]))
     return found
@@ -151,23 +104,18 @@ def show(figures: list[Figure]) -> None:
     """Prints the table."""
     rows = []
     for case, peer in dict.fromkeys((f["case"], f["implementation"]) for f in figures):
-        of_peer = [f for f in figures if (f["case"], f["implementation"]) == (case, peer)]
-        by_metric = {f["metric"]: f for f in of_peer}
         cells = []
-        for metric in (*METRICS, *PARTS):
-            torchs = harness.find(figures, case=case, implementation="torch", metric=metric)
-            cells.append(_cell(by_metric.get(metric), torchs if peer != "torch" else None))
+        for metric in METRICS:
+            own, torchs = (harness.find(figures, case=case, implementation=p, metric=metric) for p in (peer, "torch"))
+            cells.append(_cell(own, torchs if peer != "torch" else None))
         rows.append([TITLES[case], PEERS[peer], *cells])
     title = "Seconds, and in brackets the ratio to torch"
-    harness.print_table(title, ["dataset", "loader", *METRICS, *PARTS], rows)
+    harness.print_table(title, ["dataset", "loader", *METRICS], rows)
 
 
 def _cell(figure: Figure | None, torchs: Figure | None) -> str:
-    text = harness.show(figure)
-    if figure is None or torchs is None:
-        return text
-    ratio = harness.ratio(figure, torchs)
-    return text if ratio is None else f"{text} ({statistics.median(ratio['rounds']):.2g})"
+    ratio = harness.ratio(figure, torchs) if figure and torchs else None
+    return harness.show(figure) + ("" if ratio is None else f" ({statistics.median(ratio['rounds']):.2g})")
 
 
 def main() -> None:

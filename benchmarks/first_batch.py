@@ -30,7 +30,6 @@ TITLES = {"tiny": "tiny, 0.2 MB", "medium": "medium, 39 MB, persistent workers"}
 EPOCHS = 6
 BATCHES = 12
 METRICS = ("cold", "second epoch", "warm")
-TARGETS = {("rayloader", "second epoch"): {"target": 0.02, "at_most": True}}
 
 
 def first_batches(name: str, case: str, workers: int) -> list[float]:
@@ -68,26 +67,14 @@ def measure(options: Options) -> list[Figure]:
 
 def _figures(case: str, name: str, answers: list[Any]) -> list[Figure]:
     missing = next((answer for answer in answers if isinstance(answer, Missing)), None)
-    values = {
-        metric: missing or [of_epochs(seconds) for seconds in answers]
-        for metric, of_epochs in zip(METRICS, (_cold, _second, _warm), strict=True)
-    }
+    if missing is None:
+        answers = [(first, second, statistics.median(others)) for first, second, *others in answers]
     return [
-        harness.figure(QUESTION, case, name, metric, "s", rounds, title=TITLES[case], **TARGETS.get((name, metric), {}))
-        for metric, rounds in values.items()
+        harness.figure(
+            QUESTION, case, name, metric, "s", missing or [answer[place] for answer in answers], title=TITLES[case]
+        )
+        for place, metric in enumerate(METRICS)
     ]
-
-
-def _cold(seconds: list[float]) -> float:
-    return seconds[0]
-
-
-def _second(seconds: list[float]) -> float:
-    return seconds[1]
-
-
-def _warm(seconds: list[float]) -> float:
-    return statistics.median(seconds[2:])
 
 
 def show(figures: list[Figure]) -> None:

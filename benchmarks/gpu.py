@@ -1,29 +1,18 @@
 """How long each training step takes from the first on, by the way in which its batch gets to the GPU; and at what rate.
 
-Each way is measured in a process of its own for each net, so that the first steps are those of a program that begins;
-the ways take turns at being first. Of each net (ResNet-18, a transformer, an MLP over a table, a small convolutional
-net) the first 200 steps are timed by events on the device, without waiting for any of them:
-
-- the mean of steps 5 to 100, beside that of torch with `pin_memory`;
-- the median of steady steps, the later half; its ratio to steps of the same process over a batch that is on the device;
-- how many steps after the tenth took longer than twice the steady median;
-- the time in `next()`, with the call of `to` where the program copies batches itself.
-
-Then rates, over epochs without a net: GB/s, as a share of one long copy from page-locked memory too, in the first epoch
-and in the last of some seconds; CPU of the trainer's process, and of the whole machine, for each batch; seconds from
-`iter()` to the first batch on the device, when workers start and when they run.
-
-The ways: torch with `pin_memory` and `non_blocking`; the same with a prefetcher by hand, which copies the next batch on
-a side stream; SPDL's transfer behind torch's loader, if spdl-core and spdl-io are installed; rayloader with
-`pin_memory`; rayloader with `device`; and no loader, for one batch that stays on the device. Rayloader's workers are
-forks, as torch's are; Ray is not used.
-
-Command: python benchmarks/gpu.py            under five minutes; writes gpu.json, gpu.png, and the tables in
-                                             docs/howto/gpu.md
-         python benchmarks/gpu.py --simulate without a GPU, with tiny nets: shows that everything works; its figures
-                                             mean nothing, and go to gpu-simulated.json and gpu-simulated.png
-         python benchmarks/gpu.py --check    trains with torch's loader and both ways of rayloader in whatever way
-                                             depends on streams, graphs or layouts; losses must be equal bit for bit
+Method: each way is measured in a process of its own for each net, so that the first steps are those of a program that
+begins; the ways take turns at being first. Of each net the first 200 steps are timed by events on the device, without
+waiting for any of them: the mean of steps 5 to 100; the median of steady steps, the later half, and its ratio to steps
+of the same process over a batch that is on the device; how many steps after the tenth took longer than twice the steady
+median; the time in `next()`, with the call of `to` where the program copies batches itself. Then rates, over epochs
+without a net: GB/s in the last of some seconds, as a share of one long copy from page-locked memory too; CPU of the
+trainer's process for each batch; seconds from `iter()` to the first batch on the device, when workers start and run.
+Ways: torch with `pin_memory` and `non_blocking`; the same with a prefetcher by hand, which copies the next batch on a
+side stream; rayloader with `pin_memory`, and with `device`. Rayloader's workers are forks, as torch's are; Ray is not
+used.
+Command: python benchmarks/gpu.py [--simulate], under five minutes. With --simulate it shows without a GPU, with tiny
+nets, that everything works: its figures mean nothing, and go to gpu-simulated.json.
+Results: benchmarks/results/gpu.json, and the tables in docs/howto/gpu.md.
 """
 
 from __future__ import annotations
@@ -44,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 import gpu_cases
 import harness
@@ -55,15 +44,13 @@ HERE = Path(__file__).parent
 COMMAND = "python benchmarks/gpu.py"
 RESULTS = HERE / "results" / "gpu.json"
 DOCUMENT = HERE.parent / "docs" / "howto" / "gpu.md"
-CHECK = HERE.parent / "tests" / "gpu" / "script_training.py"
 sys.path += [str(HERE.parent), str(HERE.parent / "tests")]  # the library, and the simulated accelerator
 
 STEPS = 200
 RESIDENT_STEPS = 60
 RATES_S = 3.0  # epochs without a net begin for so long
 WARM_UP = 4  # batches, or steps, that are not counted
-LIMIT_S = 30.0  # for each process
-LEAST_S = 5.0  # no process is started when less time is left
+LIMIT_S = 120.0  # for each process; on expiry its figures are left out
 
 Batches = Iterable[Any]
 
@@ -122,9 +109,6 @@ class Gpu:
     def name(self) -> str:
         return torch.cuda.get_device_name()
 
-    def install(self) -> None:
-        """Nothing to do: it is there."""
-
 
 class Simulated(Gpu):
     """Copies to main memory, when somebody asks whether they are done; steps are over when they return."""
@@ -155,7 +139,7 @@ class Simulated(Gpu):
     def name(self) -> str:
         return "simulated, so the figures mean nothing"
 
-    def install(self) -> None:
+    def __init__(self) -> None:
         import pytest
 
         from simulated_device import SimulatedAccelerator
@@ -184,65 +168,28 @@ class Job:
         }
 
 
-# Each way makes a loader once, and returns what gives the batches of an epoch, on the device.
+STEADY, TO_RESIDENT, SHARE = "steady step, ms", "steady to resident", "of one long copy"
+BORN, LOCKED, LOCKING = "built in page-locked memory", "page-locked, MB", "page-locking, ms"
+OURS = "rayloader"
+WAYS: dict[str, dict[str, Any]] = {  # with the loader's arguments
+    "torch, pin_memory": {"pin_memory": True},
+    "torch, prefetcher by hand": {"pin_memory": True},
+    "rayloader, pin_memory": {"pin_memory": True, "workers": "fork"},
+    "rayloader, device": {"device": "cuda", "workers": "fork"},
+}
 Epochs = Callable[[], Batches]
 
 
-def torch_pinned(job: Job) -> Epochs:
-    loader = DataLoader(**job.arguments, pin_memory=True)
-    return lambda: map(job.gpu.move, loader)
-
-
-def torch_prefetched(job: Job) -> Epochs:
-    loader = DataLoader(**job.arguments, pin_memory=True)
-    return lambda: job.gpu.prefetched(loader)
-
-
-def spdl(job: Job) -> Epochs:
-    import spdl.io
-    from spdl.pipeline import PipelineBuilder
-
-    loader = DataLoader(**job.arguments)
-
-    def epoch() -> Iterator[Any]:
-        stages = PipelineBuilder().add_source(loader).pipe(spdl.io.transfer_tensor_h2d).add_sink(2)
-        pipeline = stages.build(num_threads=1)
-        with pipeline.auto_stop():
-            yield from pipeline
-
-    return epoch
-
-
-def rayloader_pinned(job: Job) -> Epochs:
+def epochs_of(way: str, job: Job) -> Epochs:
+    """Makes a loader; gives the batches of an epoch, on the device, at each call."""
     import rayloader
 
-    job.loader = loader = rayloader.DataLoader(**job.arguments, workers="fork", pin_memory=True)
-    return lambda: map(job.gpu.move, loader)
-
-
-def rayloader_device(job: Job) -> Epochs:
-    import rayloader
-
-    job.loader = loader = rayloader.DataLoader(**job.arguments, workers="fork", device="cuda")
-    return lambda: loader
-
-
-def resident(job: Job) -> Epochs:
-    samples = Samples(job.case)
-    batch = job.gpu.move(default_collate([samples[index] for index in range(job.case.batch_size)]))
-    return lambda: itertools.repeat(batch)
-
-
-BORN, LOCKED, LOCKING = "built in page-locked memory", "page-locked, MB", "page-locking, ms"
-TORCH, RESIDENT, SPDL = "torch, pin_memory", "resident batch", "SPDL, transfer_tensor_h2d"
-WAYS: dict[str, Callable[[Job], Epochs]] = {
-    TORCH: torch_pinned,
-    "torch, prefetcher by hand": torch_prefetched,
-    SPDL: spdl,
-    "rayloader, pin_memory": rayloader_pinned,
-    "rayloader, device": rayloader_device,
-    RESIDENT: resident,
-}
+    loader: Any = (rayloader.DataLoader if way.startswith(OURS) else DataLoader)(**job.arguments, **WAYS[way])
+    if way.startswith(OURS):
+        job.loader = loader
+    if "device" in WAYS[way]:
+        return lambda: loader
+    return lambda: job.gpu.prefetched(loader) if "by hand" in way else map(job.gpu.move, loader)
 
 
 # ---- one way and case, in a process of its own
@@ -276,7 +223,21 @@ def train(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
         step(batch)
         marks.append(gpu.mark())
     alone = statistics.median(gpu.spans(marks)[WARM_UP:])
-    return {"steps, ms": _rounded(spans), "next(), ms": _rounded(asked), "resident step, ms": alone}
+    return of_steps(spans, asked, alone)
+
+
+def of_steps(spans: list[float], asked: list[float], alone: float) -> dict[str, float]:
+    """What the milliseconds of steps, of calls of `next()` and of a step over a resident batch come to."""
+    half = len(spans) // 2
+    steady = statistics.median(spans[half:])
+    return {
+        "steps 5 to 100, ms": statistics.fmean(spans[WARM_UP:half]),
+        STEADY: steady,
+        TO_RESIDENT: steady / alone,
+        "slow steps": float(sum(span > 2 * steady for span in spans[10:])),
+        "next(), median, ms": statistics.median(asked[WARM_UP:]),
+        "first batch of all, s": asked[0] / 1e3,
+    }
 
 
 def page_locks(job: Job) -> dict[str, float]:
@@ -291,16 +252,6 @@ def page_locks(job: Job) -> dict[str, float]:
     }
 
 
-def _rounded(values: list[float]) -> list[float]:
-    return [float(f"{value:.4g}") for value in values]
-
-
-def machine_cpu() -> float:
-    """Seconds of all cores' work since the machine started."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
 def first_batch(gpu: Gpu, epochs: Epochs) -> float:
     """Seconds to the first batch on the device; the rest of the epoch is left."""
     began = time.perf_counter()
@@ -313,36 +264,34 @@ def first_batch(gpu: Gpu, epochs: Epochs) -> float:
 
 
 def rates(gpu: Gpu, case: Case, epochs: Epochs) -> dict[str, Any]:
-    """Rates over the batches of each epoch after the first few; what is no rate is of the last epoch."""
+    """The rate over the batches of the last of some epochs, after its first few."""
     found: dict[str, Any] = {"first batch of all, s": first_batch(gpu, epochs)}
     found["first batch, s"] = first_batch(gpu, epochs)
-    each, end = [], time.perf_counter() + gpu.rates_s
-    while not each or time.perf_counter() < end:
+    end = time.perf_counter() + gpu.rates_s
+    while "GB/s" not in found or time.perf_counter() < end:
         seen = 0
         for batch in epochs():
             seen += 1
             if seen == WARM_UP:
                 nbytes = batch[0].nbytes
                 gpu.synchronize()
-                began, own, whole = time.perf_counter(), time.process_time(), machine_cpu()
+                began, own = time.perf_counter(), time.process_time()
         gpu.synchronize()
         seconds, count = time.perf_counter() - began, seen - WARM_UP
-        each.append(count * nbytes / seconds / 1e9)
+        found["GB/s"] = count * nbytes / seconds / 1e9
         found["trainer CPU, ms"] = 1e3 * (time.process_time() - own) / count
-        found["machine CPU, ms"] = 1e3 * (machine_cpu() - whole) / count
-    return {**found, "GB/s": each[-1], "GB/s in the first epoch": each[0]}
+    return found
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of one way and case."""
     gpu = Simulated() if arguments.simulate else Gpu()
-    gpu.install()
     warnings.filterwarnings("ignore", "This DataLoader will create")
     gpu.move([torch.zeros(1)])  # the context exists before anything is timed
     gpu.synchronize()
     way, name = arguments.one
     case = {**gpu.nets, **gpu.rates}[name]
-    epochs = WAYS[way](job := Job(gpu, case, arguments.workers))
+    epochs = epochs_of(way, job := Job(gpu, case, arguments.workers))
     found = rates(gpu, case, epochs) if case.net is None else train(gpu, case, epochs)
     return {**found, **page_locks(job)}
 
@@ -350,15 +299,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 # ---- all of them
 
 
-def run(way: str, case: str, arguments: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
+def run(way: str, case: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures one way and case in a process of its own; says why it could not."""
     command = [sys.executable, __file__, "--one", way, case, "--workers", str(arguments.workers)]
     command += ["--simulate"] if arguments.simulate else []
     harness.say(f"{case}: {way}")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        print(f"{way}, {case}: not done after {limit:.0f} s", file=sys.stderr)
+        print(f"{way}, {case}: not done after {LIMIT_S:.0f} s", file=sys.stderr)
         return []
     if done.returncode:
         print(f"{way}, {case}: status {done.returncode}\n{done.stderr[-1500:]}", file=sys.stderr)
@@ -366,65 +315,38 @@ def run(way: str, case: str, arguments: argparse.Namespace, limit: float) -> lis
     return [{"case": case, "way": way, **json.loads(done.stdout.splitlines()[-1])}]
 
 
-def run_all(gpu: Gpu, ways: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The figures of all rounds, as far as there is time; each case begins with another way."""
-    end = time.monotonic() + 60 * arguments.minutes
+def run_all(gpu: Gpu, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The figures of all rounds; each case begins with another way."""
     figures = []
     for number in range(arguments.rounds):
         cases = [case for case in (*gpu.nets, *gpu.rates) if any(part in case for part in arguments.cases)]
         for turn, case in enumerate(cases, number):
-            for way in harness.rotated([way for way in ways if way != RESIDENT or case in gpu.nets], turn):
-                limit = min(arguments.limit, end - time.monotonic())
-                if limit < LEAST_S:
-                    print(f"{way}, {case}: no time is left; see --minutes", file=sys.stderr)
-                else:
-                    figures += run(way, case, arguments, limit)
+            for way in harness.rotated([*WAYS], turn):
+                figures += run(way, case, arguments)
     harness.say("")
     return figures
 
 
 # ---- what is made of the figures
 
-TO_TORCH, TO_RESIDENT = "to torch's pin_memory", "steady to resident"
-SHARE = "of one long copy"
 LOCK_COLUMNS = {BORN: ".0%", LOCKED: ".0f", LOCKING: ".0f"}
 STEP_COLUMNS = {  # with their formats in the document
     "steps 5 to 100, ms": ".2f",
-    TO_TORCH: ".2f",
-    "steady step, ms": ".2f",
+    STEADY: ".2f",
     TO_RESIDENT: ".3f",
     "slow steps": ".0f",
     "next(), median, ms": ".2f",
-    "next(), mean, ms": ".2f",
     "first batch of all, s": ".2f",
     **LOCK_COLUMNS,
 }
 RATE_COLUMNS = {
     "GB/s": ".1f",
     SHARE: ".0%",
-    "GB/s in the first epoch": ".1f",
     "trainer CPU, ms": ".1f",
-    "machine CPU, ms": ".0f",
     "first batch, s": ".2f",
     "first batch of all, s": ".2f",
     **LOCK_COLUMNS,
 }
-
-
-def of_steps(figure: dict[str, Any]) -> dict[str, float]:
-    """What the times of one process's steps come to."""
-    spans, asked = figure["steps, ms"], figure["next(), ms"]
-    half = len(spans) // 2
-    steady = statistics.median(spans[half:])
-    return {
-        "steps 5 to 100, ms": statistics.fmean(spans[WARM_UP:half]),
-        "steady step, ms": steady,
-        TO_RESIDENT: steady / figure["resident step, ms"],
-        "slow steps": float(sum(span > 2 * steady for span in spans[10:])),
-        "next(), median, ms": statistics.median(asked[WARM_UP:]),
-        "next(), mean, ms": statistics.fmean(asked[WARM_UP:]),
-        "first batch of all, s": asked[0] / 1e3,
-    }
 
 
 def summary(figures: list[dict[str, Any]], cases: Iterable[str]) -> list[dict[str, Any]]:
@@ -441,14 +363,10 @@ def summary(figures: list[dict[str, Any]], cases: Iterable[str]) -> list[dict[st
 
 def results_of(figures: list[dict[str, Any]], gpu: Gpu, link: float, title: str) -> dict[str, Any]:
     """All that is written down."""
-    trained = [{**figure, **of_steps(figure)} for figure in figures if "steps, ms" in figure]
-    steps, rate_rows = summary(trained, gpu.nets), summary(figures, gpu.rates)
-    of_torch = {row["case"]: row["steps 5 to 100, ms"] for row in steps if row["way"] == TORCH}
-    for row in steps:
-        if row["case"] in of_torch:
-            row[TO_TORCH] = row["steps 5 to 100, ms"] / of_torch[row["case"]]
+    rate_rows = summary(figures, gpu.rates)
     for row in rate_rows:
         row[SHARE] = row["GB/s"] / link
+    steps = summary(figures, gpu.nets)
     return {"title": title, "link": link, "steps": steps, "rates": rate_rows, "figures": figures}
 
 
@@ -464,100 +382,46 @@ def show(results: dict[str, Any]) -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The tables of the document, and the picture."""
-    parts = []
+    """The tables of the document."""
+    steps = f"The steps have not been measured on a GPU yet: `{COMMAND}` does so, and puts their table here."
     if results["steps"]:
-        picture = "../../benchmarks/results/gpu.png"
-        parts = [
-            tables.markdown([["net and batches", "way", *STEP_COLUMNS], *_cells(results["steps"], STEP_COLUMNS)]),
-            f"[![The time of each of the first {STEPS} steps, a panel for each net, a line for each way]({picture})]"
-            f"({picture})",
-        ]
-    else:
-        parts = [f"The steps have not been measured on a GPU yet: `{COMMAND}` does so, and puts their table here."]
-    rate_cells = _cells(results["rates"], RATE_COLUMNS)
-    return "\n\n".join([results["title"], *parts, tables.markdown([["batches", "way", *RATE_COLUMNS], *rate_cells])])
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """The picture: a panel for each net, a line for each way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    trained = [figure for figure in results["figures"] if "steps, ms" in figure]
-    cases = list(dict.fromkeys(row["case"] for row in results["steps"]))
-    canvas, axes = pyplot.subplots(2, 2, figsize=(16, 10), layout="constrained")
-    for case, panel in zip(cases, axes.flat, strict=False):
-        for number, way in enumerate(WAYS):
-            spans = [figure["steps, ms"] for figure in trained if (figure["case"], figure["way"]) == (case, way)]
-            if spans:  # of several rounds the last
-                # The first step waits for the workers, which the table tells: it would press all others together.
-                panel.plot(range(2, len(spans[-1]) + 1), spans[-1][1:], label=way, color=f"C{number}", linewidth=1)
-        panel.set_title(case)
-        panel.set_xlabel("step")
-        panel.set_ylabel("ms")
-        panel.set_yscale("log")
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    canvas.suptitle(f"Each of the first steps; {results['title']}")
-    canvas.savefig(path, dpi=110)
-    pyplot.close(canvas)
+        steps = tables.markdown([["net", "way", *STEP_COLUMNS], *_cells(results["steps"], STEP_COLUMNS)])
+    rates = tables.markdown([["batches", "way", *RATE_COLUMNS], *_cells(results["rates"], RATE_COLUMNS)])
+    return "\n\n".join([results["title"], steps, rates])
 
 
 # ---- the command line
-
-
-def has_spdl() -> bool:
-    """Whether SPDL's pipelines and its transfer are installed."""
-    return importlib.util.find_spec("spdl") is not None and all(
-        importlib.util.find_spec(name) is not None for name in ("spdl.io", "spdl.pipeline")
-    )
 
 
 def main() -> None:
     """Measures all, or with `--one` one way and case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true", help="without a GPU")
-    parser.add_argument("--check", action="store_true", help="compare losses with torch's loader instead")
     parser.add_argument("--rounds", type=int, default=1, help="how often each way is measured; 1 by default")
     most = max(1, min(12, len(os.sched_getaffinity(0)) - 4))
     parser.add_argument("--workers", type=int, default=most, help="of each loader; four less than cores, at most 12")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each process, at most; 30 by default")
-    parser.add_argument("--minutes", type=float, default=4.8, help="for all, at most: what is left is left out")
-    parser.add_argument("--ways", nargs="+", default=[""], help="parts of the names of the ways to measure")
-    parser.add_argument(
-        "--cases", nargs="+", default=[""], help="likewise of the nets, and of what rates are measured of"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS.parent, help="folder for gpu.json and gpu.png")
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of the names of nets and batches to measure")
+    parser.add_argument("--out", type=Path, default=RESULTS.parent, help="folder for gpu.json")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.simulate and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device here; --simulate runs everything without one")
-    if arguments.check:
-        simulate = ["--simulate"] if arguments.simulate else []
-        sys.exit(subprocess.run([sys.executable, CHECK, *simulate], check=False).returncode)
     if arguments.one:
         print(json.dumps(measure(arguments)))
         return
-    if lacking := [package for package in ("matplotlib", "rich") if importlib.util.find_spec(package) is None]:
-        parser.error(f"this needs {', '.join(lacking)}, of the extra `bench`")
+    if importlib.util.find_spec("rich") is None:
+        parser.error("this needs rich, of the extra `bench`")
     gpu = Simulated() if arguments.simulate else Gpu()
-    left_out = {SPDL} if arguments.simulate or not has_spdl() else set()
-    ways = [way for way in WAYS if way not in left_out and any(part in way for part in arguments.ways)]
     link = gpu.link()
     title = (
         f"{gpu.name()}; {os.cpu_count()} cores, {arguments.workers} workers; torch {torch.__version__}; "
         f"{harness.today()[:10]}; one long copy: {link:.1f} GB/s; rounds: {arguments.rounds}."
     )
-    results = results_of(run_all(gpu, ways, arguments), gpu, link, title)
+    results = results_of(run_all(gpu, arguments), gpu, link, title)
     show(results)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"gpu{'-simulated' if arguments.simulate else ''}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
-    if results["steps"]:
-        draw(results, path.with_suffix(".png"))
     if path.resolve() == RESULTS.resolve():
         tables.put(DOCUMENT, COMMAND, table(results))
 

@@ -1,6 +1,6 @@
 """What all benchmarks share: rounds, figures, tables, the machine's description and the command line.
 
-Nothing here needs more than the standard library, except `ray_workers` (psutil) and `print_table` (rich, of the extra
+Nothing here needs more than the standard library, except `pss` (psutil) and `print_table` (rich, of the extra
 `bench`), which `options` asks for before anything is measured.
 """
 
@@ -48,17 +48,7 @@ def say(text: str) -> None:
 
 
 def figure(question: str, case: str, implementation: str, metric: str, unit: str, rounds: Any, **more: Any) -> Figure:
-    """One measured quantity: the median and each round's value; or why there is none.
-
-    Args:
-        question: the benchmark.
-        case: what was loaded, or how many workers did it.
-        implementation: who.
-        metric: what was measured.
-        unit: of the values.
-        rounds: the values, or `Missing`.
-        more: further entries.
-    """
+    """One measured quantity: the median and each round's value; or, where `rounds` is `Missing`, why there is none."""
     names = {"question": question, "case": case, "implementation": implementation, "metric": metric, "unit": unit}
     if isinstance(rounds, Missing):
         return {**names, "missing": rounds.reason, **more}
@@ -80,17 +70,13 @@ def find(figures: Iterable[Figure], **names: Any) -> Figure | None:
 
 
 def show(found: Figure | None) -> str:
-    """A figure's median for a table; with the target where one is missed."""
+    """A figure's median for a table."""
     if found is None or "missing" in found:
         return "-"
-    value, target = found["median"], found.get("target")
-    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    value = found["median"]
     if found["unit"] == "GB":
-        text = f"{max(0.0, value):.2f}"  # what is below a hundredth is noise, of either sign
-    if target is None:
-        return text
-    met = value <= target if found.get("at_most") else value >= target
-    return f"{text} (target {'<= ' if found.get('at_most') else ''}{target:g}{': met' if met else ': missed'})"
+        return f"{max(0.0, value):.2f}"  # what is below a hundredth is noise, of either sign
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _round(value: float) -> float:
@@ -109,19 +95,6 @@ def pss(*, descendants: bool) -> float:
         except psutil.NoSuchProcess:
             continue
     return total
-
-
-def ray_workers() -> list[Any]:
-    """The worker processes of this process's loaders, as psutil has them; they go by the names of their workers."""
-    import psutil
-
-    titles = "ray::rayloader", "ray::WorkerProcess"
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a fork that has ended
-            if " ".join(process.cmdline()).startswith(titles):
-                found.append(process)
-    return found
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -185,38 +158,25 @@ def _lines(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says.
-
-    Attributes:
-        rounds: measured, of each case.
-        quick: smaller epochs.
-        workers: of each loader.
-        cases: empty: all there are.
-        peers: likewise.
-        read: the consumer that reads every byte is measured too.
-        busy: what can be is also measured on a busy machine.
-    """
+    """What the command line says; without cases or peers all there are."""
 
     rounds: int
     quick: bool
     workers: int
     cases: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
-    read: bool = True
-    busy: bool = False
 
     def pick_peers(self, known: Sequence[str], quick: Sequence[str] | None = None) -> list[str]:
         """Those of the known ones that were asked for; by default all, or `quick` with --quick."""
-        return self._pick("peers", self.peers, known, quick)
+        return self._pick(self.peers, known, quick)
 
     def pick_cases(self, known: Sequence[str], quick: Sequence[str] | None = None) -> list[str]:
         """The same for cases."""
-        return self._pick("cases", self.cases, known, quick)
+        return self._pick(self.cases, known, quick)
 
-    def _pick(self, what: str, wanted: Sequence[str], known: Sequence[str], quick: Sequence[str] | None) -> list[str]:
-        unknown = sorted(set(wanted) - set(known))
-        if unknown:
-            sys.exit(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
+    def _pick(self, wanted: Sequence[str], known: Sequence[str], quick: Sequence[str] | None) -> list[str]:
+        if unknown := sorted(set(wanted) - set(known)):
+            sys.exit(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
         wanted = wanted or (quick if self.quick and quick is not None else known)
         return [name for name in known if name in wanted]
 
@@ -232,19 +192,11 @@ def _positive(text: str) -> int:
     return number
 
 
-def options(
-    doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("rich",), workers: int = 2, busy: bool = False
-) -> Options:
+def options(doc: str | None, *, choice: bool = True, needs: Sequence[str] = ("rich",), workers: int = 2) -> Options:
     """Reads the command line of a benchmark, looks for what it will need at its end, and compiles the library.
 
     pip compiles what it installs, so the peers are compiled; this tree may not be, where Python is told to write none.
-
-    Args:
-        doc: the benchmark's docstring.
-        choice: cases and peers can be chosen.
-        needs: packages of the extra `bench`, without which there would be no table or plot of what was measured.
-        workers: unless the command line says otherwise.
-        busy: it measures on a busy machine too, if it is asked to.
+    With `choice` cases and peers can be chosen; without the packages of `needs` there would be no table or plot.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--rounds", type=_positive, help="measured rounds; 5, or 2 with --quick")
@@ -255,8 +207,6 @@ def options(
     if choice:
         parser.add_argument("--cases", type=_names, default=(), help="comma-separated; all by default")
         parser.add_argument("--peers", type=_names, default=(), help="comma-separated; all by default")
-    if busy:
-        parser.add_argument("--busy", action="store_true", help="also while other processes use all cores")
     arguments = vars(parser.parse_args())
     lacking = [package for package in needs if importlib.util.find_spec(package) is None]
     if lacking:
@@ -279,14 +229,3 @@ def clean_exit() -> Iterator[None]:
         sys.exit("interrupted")
     except PeerError as error:
         sys.exit(f"error: {error}")
-
-
-def report_compared(found: dict[bool, list[tuple[float, float]]], names: tuple[str, str]) -> None:
-    """Prints medians for a batch with something and without it, and the median ratio of neighbours; from seconds."""
-    for place, what in enumerate(names):
-        with_it, without = ([times[place] for times in found[on]] for on in (True, False))
-        ratio = statistics.median(a / b for a, b in zip(with_it, without, strict=True))
-        print(
-            f"{what} for a batch: {statistics.median(with_it) * 1e6:.1f} us with, "
-            f"{statistics.median(without) * 1e6:.1f} us without; ratio {ratio:.4f}"
-        )

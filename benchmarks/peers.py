@@ -8,7 +8,6 @@ reason. What an adapter changes beyond the import stands in `NOTES`.
 from __future__ import annotations
 
 import functools
-import inspect
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data.dataloader import _DatasetKind
 
@@ -28,7 +27,6 @@ NOTES = {
     "torch-spawn": "torch's DataLoader, spawn",
     "torchdata": "torchdata's StatefulDataLoader, fork",
     "spdl": "SPDL's get_pytorch_dataloader, worker processes, in order",
-    "spdl-threads": "SPDL's DataLoader: threads of the trainer's process fetch and collate whole batches, in order",
     "grain": "Grain's mp_prefetch: worker processes, one thread each; batches are NumPy arrays in shared memory",
     "ray-data": "Ray Data's iter_torch_batches over the same arrays, stored already: a batch is a slice, nothing is "
     "fetched by the sample or collated",
@@ -39,8 +37,6 @@ NOTES = {
 }
 RAY_ALLOWED = {"rayloader", "ray-data"}
 REQUIRED = {"torch", "torch-spawn", "rayloader", "rayloader-fork", "floor"}  # the others may be absent, or fail
-# Packages of the extra `bench` that some implementations need.
-PACKAGES = {"torchdata": "torchdata", "spdl": "spdl", "spdl-threads": "spdl", "grain": "grain"}
 
 
 class Unavailable(Exception):
@@ -65,7 +61,6 @@ class Job:
             "batch_size": self.case.batch_size,
             "num_workers": self.workers,
             "collate_fn": self.case.collate_fn,
-            "sampler": None if self.case.sampler is None else self.case.sampler(self.batches * self.case.batch_size),
             **self.case.arguments,
             **self.extra,
         }
@@ -84,8 +79,7 @@ class Job:
         """Refuses streams and arguments beyond torch's basic ones."""
         if self.is_stream:
             raise Unavailable(f"{name} takes no iterable dataset")
-        more = {**self.case.arguments, **self.extra, **({"sampler": ...} if self.case.sampler is not None else {})}
-        if more:
+        if more := {**self.case.arguments, **self.extra}:
             raise Unavailable(f"{name} has no {', '.join(more)}")
 
 
@@ -112,9 +106,6 @@ def _torchdata(job: Job) -> Iterable[Any]:
 def _rayloader(job: Job, workers: str = "ray") -> Iterable[Any]:
     from rayloader import DataLoader as RayDataLoader
 
-    lacking = sorted(set(job.case.rayloader) - set(inspect.signature(RayDataLoader).parameters))
-    if lacking:
-        raise Unavailable(f"this rayloader has no {', '.join(lacking)}")
     return RayDataLoader(**{"workers": workers, **job.arguments, **job.case.rayloader})
 
 
@@ -123,20 +114,6 @@ def _spdl(job: Job) -> Iterable[Any]:
 
     job.only_map_style("get_pytorch_dataloader")
     return get_pytorch_dataloader(**job.arguments, in_order=True)
-
-
-def _spdl_threads(job: Job) -> Iterable[Any]:
-    import spdl.dataloader
-
-    job.only_map_style("this adapter")
-    fetcher = _fetcher(job, job.case.collate_fn or default_collate)
-    return spdl.dataloader.DataLoader(
-        job.index_lists(),
-        preprocessor=fetcher.fetch,
-        buffer_size=2 * job.workers,
-        num_threads=job.workers,
-        output_order="input",
-    )
 
 
 def _to_numpy(collate_fn: Callable[[list[Any]], Any], samples: Iterable[Any]) -> Any:
@@ -165,13 +142,7 @@ def _ray_data(job: Job) -> Iterable[Any]:
         ray.init(address="local", num_cpus=job.workers, log_to_driver=False, include_dashboard=False)
         ray.data.DataContext.get_current().enable_progress_bars = False
     length = job.batches * job.case.batch_size
-    if isinstance(job.dataset, TensorDataset):
-        columns = ray.put({str(column): tensor.numpy() for column, tensor in enumerate(job.dataset.tensors)})
-        rows = ray.data.range(length).map_batches(
-            lambda batch: {name: array[batch["id"]] for name, array in ray.get(columns).items()}, batch_size=None
-        )
-        data = rows.materialize()
-    elif isinstance(job.dataset, Stored):
+    if isinstance(job.dataset, Stored):
         # The pool's block is named as often as an epoch goes through it: one copy in the store.
         pool = job.dataset.samples.whole.numpy()
         if length % len(pool):
@@ -277,7 +248,6 @@ MAKERS: dict[str, Callable[[Job], Any]] = {
     "torch-spawn": functools.partial(_torch, start="spawn"),
     "torchdata": _torchdata,
     "spdl": _spdl,
-    "spdl-threads": _spdl_threads,
     "grain": _grain,
     "ray-data": _ray_data,
     "rayloader": _rayloader,

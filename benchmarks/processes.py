@@ -2,12 +2,16 @@
 
 Promise: every implementation runs in a process of its own, which is idle while another measures. A process that dies,
 or does not answer in time, is an error that names it; none outlives the benchmark, also after Ctrl-C or a SIGTERM.
-`serve.py` is the other end. Standard library only.
+Standard library only. Run as a program, this file is the other end: it calls what the driver asks for, line by line. A
+request is a line of JSON: a function, as `module:name`, which is called with the implementation's name first, and its
+keyword arguments. The answer is a line of JSON: its value, or `missing` (the implementation cannot do this; why), or
+`error` (a traceback). Whatever libraries print goes to standard error. The end of standard input ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -16,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 ANSWER_LIMIT_S = 600.0  # the longest request, an epoch or a fill of 8 workers' memory, takes well under a minute
@@ -28,10 +33,6 @@ class PeerError(RuntimeError):
     """The process of an implementation failed."""
 
 
-class PeerDied(PeerError):
-    """It is gone; `Peer.restart` makes another."""
-
-
 @dataclass(frozen=True)
 class Missing:
     """An implementation cannot do what was asked."""
@@ -40,31 +41,24 @@ class Missing:
 
 
 class Peer:
-    """One implementation, in a process of its own; a context manager that ends it.
+    """One implementation of `peers.MAKERS`, in a process of its own; a context manager that ends it.
 
-    Args:
-        name: of `peers.MAKERS`.
-        env: environment variables besides this process's own and OMP_NUM_THREADS=1. torch's workers compute on one
-            thread each anyway; SPDL's and Grain's are several times slower when each takes a thread for every core.
+    It computes on one thread, as torch's workers do anyway; SPDL's and Grain's are slower on a thread for every core.
     """
 
     def __init__(self, name: str, env: dict[str, str] | None = None) -> None:
         self.name = name
-        self._env = env
-        self._start()
-
-    def _start(self) -> None:
         self._unread = b""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `close`)
         inherited = {
             key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"
         }  # no cluster: this machine
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("serve.py")), self.name],
+            [sys.executable, __file__, self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**inherited, "OMP_NUM_THREADS": "1", **(self._env or {})},
+            env={**inherited, "OMP_NUM_THREADS": "1", **(env or {})},
             start_new_session=True,  # Ctrl-C reaches the driver only, which ends the others
         )
 
@@ -72,8 +66,7 @@ class Peer:
         """Calls `module:function` over there and waits for what it returns, or for `Missing`.
 
         Raises:
-            PeerDied: the process died.
-            PeerError: the call raised, or no answer came within `ANSWER_LIMIT_S`.
+            PeerError: the process died, the call raised, or no answer came within `ANSWER_LIMIT_S`.
         """
         assert self._process.stdin is not None
         request = json.dumps({"function": function, "arguments": arguments})
@@ -104,17 +97,12 @@ class Peer:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
-    def restart(self) -> None:
-        """A new process in the old one's place."""
-        self.close()
-        self._start()
-
-    def _died(self, request: str) -> PeerDied:
+    def _died(self, request: str) -> PeerError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         self._errors.seek(0)
         said = self._errors.read()[-2000:]
-        return PeerDied(f"the process of {self.name} died (status {self._process.returncode}) at {request}:\n{said}")
+        return PeerError(f"the process of {self.name} died (status {self._process.returncode}) at {request}:\n{said}")
 
     def close(self, *, interrupt: bool = False) -> None:
         """Ends the process and what it started; callable more than once.
@@ -148,3 +136,43 @@ def ask(name: str, function: str, **arguments: Any) -> Any:
     """One call in a new process."""
     with Peer(name) as peer:
         return peer.call(function, **arguments)
+
+
+# ---- the other end
+
+
+def answer(name: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one request."""
+    import peers
+
+    module, function = request["function"].split(":")
+    try:
+        value = getattr(importlib.import_module(module), function)(name, **request["arguments"])
+    except peers.Unavailable as why:
+        return {"missing": str(why)}
+    except Exception as error:  # whatever a peer raises, the driver hears of it
+        if name in peers.REQUIRED:
+            return {"error": traceback.format_exc()}
+        traceback.print_exc()
+        if isinstance(error, ModuleNotFoundError):
+            return {"missing": f"{error.name} is not installed"}
+        return {"missing": f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]}
+    if "ray" in sys.modules and name not in peers.RAY_ALLOWED:
+        return {"error": f"{name} ran in a process that has Ray in it"}
+    return {"value": value}
+
+
+def serve() -> None:
+    """Answers until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
+    try:
+        for line in sys.stdin:
+            print(json.dumps(answer(sys.argv[1], json.loads(line))), file=answers, flush=True)
+    except KeyboardInterrupt:
+        pass  # how the driver ends a process that is busy
+
+
+if __name__ == "__main__":
+    serve()

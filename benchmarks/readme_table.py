@@ -6,7 +6,6 @@ Command: python benchmarks/readme_table.py, which prints it; --write puts it int
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,8 @@ def table(document: dict[str, Any]) -> str:
         rows.append(_pair_row(figures, first, f"second epoch's first batch, {first['title']}", "ms", 1e3))
     for cold in _of_torch(figures, question="first batch", metric="cold", case="tiny"):
         rows.append(_pair_row(figures, cold, "first batch of a process", "s"))
-    for changed in _of_torch(figures, question="shipping", metric="difference"):
-        rows.append(
-            _pair_row(figures, changed, f"{changed['gigabytes']:g} GB of data changed since the last epoch", "s")
-        )
     for held in _of_torch(figures, question="memory", workers=workers):
         rows.append(_pair_row(figures, held, f"workers' memory, {held['title']}", "GB"))
-    for size in _of_torch(figures, question="memory", case="process"):
-        rows.append(_pair_row(figures, size, f"{size['title']}, {size['metric']}", "GB"))
     return "\n".join([caption, "", *rows])
 
 
@@ -101,12 +94,4 @@ def _row(cells: Any) -> str:
 
 
 if __name__ == "__main__":
-    if not RESULTS.is_file():
-        sys.exit(f"there is no {RESULTS.relative_to(ROOT)}; run: make bench")
-    made = table(json.loads(RESULTS.read_text()))
-    if sys.argv[1:] == ["--write"]:
-        tables.put(DOCUMENT, COMMAND, made)
-    elif not sys.argv[1:]:
-        print(made)
-    else:
-        sys.exit(f"unknown arguments {sys.argv[1:]}; the only one is --write")
+    tables.tell(DOCUMENT, COMMAND, lambda: table(json.loads(RESULTS.read_text())))

@@ -44,7 +44,6 @@ class Actors(Processes):
 
     Args:
         pool: where they come from.
-        loader: whose iterator has the fleet.
         options: of the loader.
         name: of the loader, for the names of actors.
         accelerator: for which the memory of batches is page-locked.
@@ -55,12 +54,10 @@ class Actors(Processes):
 
     replica: tuple[Image, list[Any]] | None = None
 
-    def __init__(
-        self, pool: Pool, loader: object, options: Options, name: str = "", accelerator: Accelerator | None = None
-    ) -> None:
+    def __init__(self, pool: Pool, options: Options, name: str = "", accelerator: Accelerator | None = None) -> None:
         self._pool = pool
         self._remote_args = options.ray_remote_args
-        self._lease: Lease | None = pool.begin_lease(loader, name)  # None after `release`
+        self._lease: Lease | None = pool.begin_lease(name)  # None after `release`
         self._lines = options.uses_lines  # otherwise every call and every batch goes through Ray
         self._contents: list[Ref] = []  # the image in Ray's store, while processes on other nodes may need it
         self._memory = Recycled(accelerator)  # for data from the network

@@ -49,8 +49,8 @@ class Demand:
         found = in_the_way(idle, status.nodes, free, [*own, *status.waiting])
         for what, number in Counter(str(one) for _, one in found).items():
             logger.info(
-                "rayloader: %d idle worker processes end, because they hold what something else in the Ray cluster "
-                "waits for: %s",
+                "rayloader: %d idle worker processes end, because they hold what is waited for in the Ray cluster, "
+                "by this program or another one: %s",
                 number,
                 what,
             )

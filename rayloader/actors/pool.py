@@ -79,11 +79,10 @@ class Pool:
 
     # ---- for fleets
 
-    def begin_lease(self, loader: object, name: str = "") -> Lease:
-        """A lease for the fleet of an iterator of `loader`; the actors lent to it come back with it.
+    def begin_lease(self, name: str = "") -> Lease:
+        """A lease for the fleet of an iterator; the actors lent to it come back with it.
 
         Args:
-            loader: whose metrics Ray is told.
             name: of the loader, for the names of actors.
         """
         self.wait()  # after this, actors that finalizers have left are warm

@@ -81,7 +81,7 @@ def _actors(
     from rayloader.transport import codec
 
     pool = get_pool()
-    actors = Actors(pool, loader, options, loader._label, accelerator)
+    actors = Actors(pool, options, loader._label, accelerator)
     fleet = Fleet(actors, accelerator)
     try:
         fresh = options.fresh_processes

@@ -4,6 +4,7 @@ Whatever the moment, three epochs bring what they bring undisturbed. The workers
 depth. Each death comes at a place in the dataset, or after something that the test has seen: nothing sleeps.
 """
 
+import contextlib
 import functools
 import itertools
 
@@ -106,7 +107,8 @@ def killed(faults, iterator, *, workers=(STRUCK,), idle=False, heard=False):
     while idle and not workers_are_idle(iterator):
         await_more(iterator)
     for worker_id in workers:
-        kill_worker(iterator, worker_id)
+        with contextlib.suppress(ProcessLookupError):  # a fresh worker ends by itself once all tasks are answered
+            kill_worker(iterator, worker_id)
     if heard:
         await_more(iterator)
 

@@ -21,7 +21,7 @@ def test_simulated_every_way_gives_every_figure(tmp_path, monkeypatch):
         """The columns that only rayloader has."""
         return set() if "rayloader" in way else gpu.LOCK_COLUMNS.keys()
 
-    command = [sys.executable, "benchmarks/gpu.py", "--simulate", "--workers", "2", "--limit", "200", "--minutes", "60"]
+    command = [sys.executable, "benchmarks/gpu.py", "--simulate", "--workers", "2"]
     done = subprocess.run(
         [*command, "--cases", "MLP", "medium", "--out", str(tmp_path)],
         cwd=ROOT,
@@ -32,9 +32,8 @@ def test_simulated_every_way_gives_every_figure(tmp_path, monkeypatch):
     )
     assert done.returncode == 0, done.stderr
     assert "simulated, so the figures mean nothing" in done.stdout
-    assert (tmp_path / "gpu-simulated.png").stat().st_size > 0
     results = json.loads((tmp_path / "gpu-simulated.json").read_text())
-    assert {row["way"] for row in results["steps"]} == LOADERS | {"resident batch"}
+    assert {row["way"] for row in results["steps"]} == LOADERS
     assert {row["way"] for row in results["rates"]} == LOADERS
     for row in results["steps"]:
         assert row.keys() >= {"case", "way", *gpu.STEP_COLUMNS} - foreign(row["way"])
@@ -52,13 +51,11 @@ def test_what_the_times_of_steps_come_to(monkeypatch):
 
     spans = [900.0, 100.0, 100.0, 100.0, *[20.0] * 6, 50.0, *[20.0] * 88, 31.0, *[10.0] * 99, 21.0]
     waits = [500.0, 9.0, 9.0, 9.0, *[1.0] * 195, 99.0]
-    found = gpu.of_steps({"steps, ms": spans, "next(), ms": waits, "resident step, ms": 8.0})
-    assert found == {
+    assert gpu.of_steps(spans, waits, 8.0) == {
         "steps 5 to 100, ms": pytest.approx((94 * 20 + 50 + 31) / 96),
         "steady step, ms": 10.0,
         "steady to resident": 1.25,
         "slow steps": 3,
         "next(), median, ms": 1.0,
-        "next(), mean, ms": pytest.approx(1.5),
         "first batch of all, s": 0.5,
     }

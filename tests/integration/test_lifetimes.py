@@ -365,7 +365,7 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
     pool, interrupted = get_pool(), 0
     while True:
         interrupt = Interrupt(interrupted + 1)
-        lease = pool.begin_lease(interrupt)
+        lease = pool.begin_lease()
         try:
             with interrupt:
                 actors = pool.lend(lease, own["ray_remote_args"], 2, fresh=True)

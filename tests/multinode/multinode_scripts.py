@@ -115,7 +115,7 @@ def waits_for_nodes(address, folder, num_workers):
             if waited >= 90:
                 come.touch()
             else:
-                later = 90.0
+                later += 30.0  # in steps: between two reports the autoscaler may tell of no node for a moment
 
     Placement.check = look
     loader = load(int(num_workers), length=20)

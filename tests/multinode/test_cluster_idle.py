@@ -70,7 +70,8 @@ def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(epoch, node
     task = ray.remote(resources={"here": 0.1})(origin).remote()  # where the worker has the only CPU
     assert ray.get(task, timeout=START_LIMIT)[0] == nodes.here
     text = (
-        "1 idle worker processes end, because they hold what something else in the Ray cluster waits for: CPU 1, here"
+        "1 idle worker processes end, because they hold what is waited for in the Ray cluster, by this program or "
+        "another one: CPU 1, here"
     )
     assert [text in message for message in caplog.messages].count(True) == 1
     assert len(list(loader)) == 40

@@ -24,11 +24,7 @@ def results(module):
 readme_table = pytest.mark.parametrize("module", ["readme_table"], indirect=True)
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["readme_table", "frameworks", "shared", "clients", "same_batches", "gpu", "cache", "columns", "plans"],
-    indirect=True,
-)
+@pytest.mark.parametrize("module", ["readme_table", "shared", "gpu", "cache", "plans"], indirect=True)
 def test_documents_hold_the_generated_tables(module, results):
     import tables
 

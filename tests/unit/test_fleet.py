@@ -107,7 +107,7 @@ class World:
         self.draining = self.placement = self
         self.closed = False
         everything: Any = self
-        self.actors = Actors(everything, None, SimpleNamespace(ray_remote_args={}, uses_lines=True))
+        self.actors = Actors(everything, SimpleNamespace(ray_remote_args={}, uses_lines=True))
         self.fleet = Fleet(self.actors)
         self.fleet.mailbox = everything
         processes: list[Any] = [Process(node, world=self) for node in nodes]
