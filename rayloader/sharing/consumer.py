@@ -42,7 +42,7 @@ def share(
     *,
     consumers: int,
     name: str | None = None,
-    buffer: int = 16,
+    buffer: int = 32,
     restart_timeout: float = 60.0,
     state: Any = None,
 ) -> SharedLoader:
@@ -168,7 +168,7 @@ def _series_and_place(state: Any) -> tuple[str, tuple[int, int]]:
     return state["share"], (state["epoch"], state["taken"])
 
 
-class Consumer:
+class Consumer(contextlib.AbstractContextManager["Consumer"]):
     """One reader of a shared loader; created by `SharedLoader.consumer` and `shared`.
 
     It is iterated like a loader: each `iter()` begins its next epoch, even if the last one was broken off. But if no
@@ -177,7 +177,7 @@ class Consumer:
     off by all. Each batch is this consumer's own, and may be written to.
 
     Keep the object for all epochs: the others do not wait for it any more, and it can't be joined again, once it was
-    closed or nothing refers to it and its iterator. If its process has ended, a new one with the same rank may join in
+    closed, its `with` block has ended, or nothing refers to it and its iterator. If its process has ended, a new one with the same rank may join in
     its place. It goes on after the last batch that the old one had taken, in the same epoch at its first `iter()`. If
     the process was killed, the batches that it had taken in its last 20 ms may come again.
 
@@ -253,6 +253,9 @@ class Consumer:
     def close(self) -> None:
         """This consumer needs no more batches: the others do not wait for it from now on."""
         self._calls.leave(*self._me)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _go_to(self, epoch: int, taken: int, state: Any = None) -> None:
         """The next `iter()` begins there; the iterator before is of no use any more."""

@@ -65,7 +65,6 @@ NOTICE_S = 60.0
 AT_ONCE_S = 0.02
 
 
-T=[]; T0=[0]
 class Place(NamedTuple):
     """The place before an item; see NOTE [Items]."""
 
@@ -108,9 +107,8 @@ class Producer:
         self._terms, self._half = terms, terms.buffer // 2 or 1
         self._readers = [_Reader(Place(*terms.place)) for _ in range(terms.consumers)]
         self._front = Place(terms.place[0], terms.place[1] - terms.behind)
-        self._window: dict[
-            Place, tuple[Place, Any]
-        ] = {}  # bundles, in order: by their first place, the next, and a reference
+        # Bundles, in order: by their first place, the next one, and the reference.
+        self._window: dict[Place, tuple[Place, Any]] = {}
         self._fresh: list[Any] = []  # items to be stored, from the front on
         self._begun: dict[int, int | None] = {}  # epochs, and what the consumer that began one gave to `set_epoch`
         self._changed = asyncio.Event()  # replaced with each change
@@ -226,17 +224,11 @@ class Producer:
                         slow = [rank for rank, place in places.items() if place == min(places.values())]
                         logger.warning("rayloader: consumers %s of the share %r are waited for", slow, self._terms.name)
             at = self._front
-            import time
-            t0=time.perf_counter()
             work = loop.run_in_executor(self._thread, self._make, at, self._begun[at.epoch])
             while not work.done():
                 await asyncio.wait([work], timeout=AT_ONCE_S)
-                t1=time.perf_counter()
                 self._store(at.epoch)
             work.result()
-            import time
-            T.append((t0-T0[0], t1-t0, time.perf_counter()-t1)); T0[0]=time.perf_counter()
-            if len(T)==60: print("wanted-wait, make, store ms:", [round(1e3*sum(x)/60,2) for x in zip(*T)], flush=True); T.clear()
 
     def _store(self, epoch: int) -> None:
         begin, items = self._front, [*self._fresh]
