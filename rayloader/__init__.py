@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from rayloader.errors import (
     BatchTimeoutError,
     CacheError,
-    ConsumerDroppedError,
     RayloaderError,
     RaySessionError,
     ReplayError,
@@ -66,7 +65,6 @@ __all__ = [
     "CacheStats",
     "CachedDataset",
     "Consumer",
-    "ConsumerDroppedError",
     "DataLoader",
     "LoaderStats",
     "Patch",

@@ -39,7 +39,6 @@ from types import TracebackType
 __all__ = [
     "BatchTimeoutError",
     "CacheError",
-    "ConsumerDroppedError",
     "RaySessionError",
     "RayloaderError",
     "ReplayError",
@@ -104,10 +103,6 @@ class CacheError(RayloaderError):
 
 class ShareError(RayloaderError):
     """A shared loader has ended, cannot be found, or has another reader with the same name or rank."""
-
-
-class ConsumerDroppedError(ShareError):
-    """This consumer of a shared loader was dropped: the others had waited for it too long, or it was closed."""
 
 
 class ReplicaError(RayloaderError):

@@ -177,9 +177,10 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
     off by all. Each batch is this consumer's own, and may be written to.
 
     Keep the object for all epochs: the others do not wait for it any more, and it can't be joined again, once it was
-    closed, its `with` block has ended, or nothing refers to it and its iterator. If its process has ended, a new one with the same rank may join in
-    its place. It goes on after the last batch that the old one had taken, in the same epoch at its first `iter()`. If
-    the process was killed, the batches that it had taken in its last 20 ms may come again.
+    closed, its `with` block has ended, or nothing refers to it and its iterator. If its process has ended, a new one
+    with the same rank may join in its place. It goes on after the last batch that the old one had taken, in the same
+    epoch at its first `iter()`. If the process was killed, the batches that it had taken in its last 20 ms may come
+    again.
 
     Attributes:
         name: of the share.
@@ -198,7 +199,7 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
         # The producer itself sees the end of this process.
         weakref.finalize(self, janitor.later, lambda: calls.leave(rank, connection)).atexit = False
         self._set_to: int | None = None  # by `set_epoch`
-        self._go_to(*place, state if tuple(place) == tuple(start) else None)
+        self._go_to(place[0], place[1], state if tuple(place) == tuple(start) else None)
 
     def __len__(self) -> int:
         """Batches of an epoch."""

@@ -140,7 +140,11 @@ class Producer:
         # Ray needs the promise until it has told of its end.
         left = functools.partial(self._left, reader, reader.connection, promise)
         later = functools.partial(loop.call_later, self._terms.restart_timeout, left)
-        on_completed(promise[0], lambda _: loop.call_soon_threadsafe(later))
+
+        def ended(_: object) -> None:  # in one of Ray's threads
+            loop.call_soon_threadsafe(later)
+
+        on_completed(promise[0], ended)
         return *self._known, reader.place, reader.connection
 
     async def read(self, rank: int, connection: int, place: Place, number: int, set_to: int | None) -> list[Any]:
@@ -281,7 +285,7 @@ class Producer:
         return in_message(encoded)
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: Exception) -> Any:
     raise error
 
 
