@@ -15,7 +15,6 @@ Errors in the user's own code arrive as torch's loader raises them.
         ├── SkipLimitError
         ├── CacheError
         ├── ShareError
-        │   └── ConsumerDroppedError
         └── ReplicaError
             └── ReplicaMemoryError
 """
