@@ -120,7 +120,7 @@ class Producer:
     async def start(self) -> None:
         """For the owner: the loader is open, and will be iterated."""
         self._producing = asyncio.create_task(self._produce())
-        self._producing.add_done_callback(_exit)
+        self._producing.add_done_callback(_end_process)
 
     # ---- for the consumers
 
@@ -289,7 +289,7 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def _exit(task: asyncio.Task[None]) -> None:
+def _end_process(task: asyncio.Task[None]) -> None:
     task.print_stack()
     os._exit(1)
 
