@@ -257,6 +257,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/actors/default_worker.py", "_exit"): "documented, of os",
     ("rayloader/workers/zygote.py", "_exit"): "documented, of os",
     ("rayloader/host/server.py", "_exit"): "documented, of os",
+    ("rayloader/sharing/producer.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
     ("rayloader/transport/pickler.py", "_length_"): "likewise",
     ("rayloader/transport/pickler.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
