@@ -84,12 +84,13 @@ def share(
 
     loader = copy.copy(loader)
     loader._iterator = None  # of persistent workers, which belong to this process
-    series, place, behind = uuid.uuid4().hex, (0, 0), 0
+    place, behind = (0, 0), 0
     if state is not None:
-        series, place = _series_and_place(state)
-        behind = state["behind"]
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise StateError("this is not a state of a rayloader.Consumer; a loader's own state is for the loader")
+        place, behind = (state["epoch"], state["taken"]), state["behind"]
         loader.load_state_dict(state["loader"])
-    calls = producer.start(loader, producer.Terms(name, series, consumers, buffer, restart_timeout, behind, place))
+    calls = producer.start(loader, producer.Terms(name, consumers, buffer, restart_timeout, behind, place))
     _owned[owner := SharedLoader(name, consumers, calls.producer)] = calls
     return owner
 
@@ -114,8 +115,7 @@ def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
     while (found := producer.find(name)) is None and time.monotonic() < until:
         time.sleep(0.2)  # there may be one soon
     if found is None:
-        text = "a program of the same Ray (see RAY_ADDRESS) must call share(), and live while it is read"
-        raise ShareError(f"there is no share {name!r} in this Ray within {timeout:g} s; {text}")
+        raise ShareError(f"there is no share {name!r} in this Ray within {timeout:g} s; see RAY_ADDRESS")
     return Consumer(found, rank)
 
 
@@ -161,13 +161,6 @@ def close_all() -> None:
         one.close()
 
 
-def _series_and_place(state: Any) -> tuple[str, tuple[int, int]]:
-    """The share that a consumer's state is of, and the place."""
-    if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        raise StateError("this is not a state of a rayloader.Consumer; a loader's own state is for the loader")
-    return state["share"], (state["epoch"], state["taken"])
-
-
 class Consumer(contextlib.AbstractContextManager["Consumer"]):
     """One reader of a shared loader; created by `SharedLoader.consumer` and `shared`.
 
@@ -192,7 +185,7 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
     def __init__(self, calls: Any, rank: int) -> None:
         self._calls, self.name, self.rank = calls, calls.name, rank
         joined = calls.ask("join", rank, [calls.begin("hold")])
-        self._share, self.consumers, self._length, start, state, place, connection = joined
+        self.consumers, self._length, start, state, place, connection = joined
         self._me = rank, connection
         self._memory, self._bell = Recycled(), Bell()
         janitor.start()
@@ -215,13 +208,13 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the loader's sampler, batch sampler and dataset, where they have `set_epoch`.
 
-        It must be the same in all consumers. Call it before each `iter()` where you would call `set_epoch` of a
-        DistributedSampler.
+        The number of the consumer that begins the epoch first counts, so give all the same one. Call it before each
+        `iter()` where you would call `set_epoch` of a DistributedSampler.
         """
         self._set_to = int(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """This consumer's position, in some kilobytes of plain types, for `load_state_dict` and `share`.
+        """This consumer's position, in some kilobytes of plain types, for `share(..., state=)`.
 
         Its entry "loader" is the state of the loader there, or a few batches before.
 
@@ -235,21 +228,8 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
         number, packed = self._state
         if isinstance(loader := pickle.loads(packed), Exception):
             raise loader
-        place = {"share": self._share, "epoch": self.epoch, "taken": self._taken, "behind": self._taken - number}
+        place = {"epoch": self.epoch, "taken": self._taken, "behind": self._taken - number}
         return {"format": _FORMAT, **place, "loader": loader}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes the next `iter()` continue where the state was saved: with the rest of that epoch, or a new one.
-
-        Raises:
-            StateError: the share does not keep the batches from there on, or it is another one, which did not begin
-                from a state of the same run.
-        """
-        series, place = _series_and_place(state_dict)
-        if series != self._share:
-            raise StateError("the state is of another share; give it to that: rayloader.share(..., state=state)")
-        self._calls.ask("seek", *self._me, place)
-        self._go_to(*place)
 
     def close(self) -> None:
         """This consumer needs no more batches: the others do not wait for it from now on."""

@@ -54,13 +54,11 @@ from rayloader.random.generators import RECORDED
 from rayloader.random.random_state import RandomState
 from rayloader.transport import codec, raw, unpicklable
 from rayloader.transport.lanes import in_message
-from rayloader.workers.connection import NONE_YET
 
 logger = logging.getLogger("rayloader")
 _NAMESPACE = "rayloader-shares"  # independent of those of the programs that meet in one Ray
 _MOST_CALLS = 1 << 20  # that the producer answers at once; Ray's default is 1000
-# After this many seconds of waiting, a line in the log says what is waited for.
-NOTICE_S = 60.0
+_FOR_EVER_S = 1e9  # a lock takes no infinite time
 # For so many seconds items are collected before they are stored; see NOTE [Bundles].
 AT_ONCE_S = 0.02
 
@@ -79,7 +77,6 @@ class Terms(NamedTuple):
     """How a loader is shared."""
 
     name: str
-    share: str  # as states name it
     consumers: int
     buffer: int  # items
     restart_timeout: float  # seconds for which the others wait for a consumer whose process has ended
@@ -115,7 +112,7 @@ class Producer:
         self._thread = ThreadPoolExecutor(1, "rayloader-producer")
         self._epoch, self._items = -1, iter(())  # of the thread
         self._noted = self._front.number, self._state()  # the loader's state before that item
-        self._known = terms.share, terms.consumers, length_hint(self._loader, -1), terms.place, self._noted
+        self._known = terms.consumers, length_hint(self._loader, -1), terms.place, self._noted
 
     async def start(self) -> None:
         """For the owner: the loader is open, and will be iterated."""
@@ -134,8 +131,7 @@ class Producer:
             raise ValueError(f"rank must be a whole number from 0 to {len(self._readers) - 1}, got {rank!r}")
         reader, loop = self._readers[rank], asyncio.get_running_loop()
         if reader.place == GONE:
-            text = f"consumer {rank} of the share {self._terms.name!r} has left, and the others have gone on without it"
-            raise ShareError(f"{text}: share the loader again, from a state, or keep the consumer for all epochs")
+            raise ShareError(f"consumer {rank} of this share has left; share the loader again, with state=")
         reader.connection += 1
         # Ray needs the promise until it has told of its end.
         left = functools.partial(self._left, reader, reader.connection, promise)
@@ -154,10 +150,8 @@ class Producer:
             A reference to the bundle: a state of the loader, with its number; the number of the first item; and the
             items, each the fields of a `Wire`, or a state for the end.
         """
-        at, first = Place(place[0], number), self._begun.setdefault(place[0], set_to)
-        if set_to not in (None, first):
-            text = f"set_epoch({set_to}) differs from what the consumer that began this epoch had set, which is {first}"
-            raise ValueError(f"{text}; call set_epoch with the same number in all consumers, before each epoch")
+        at = Place(place[0], number)
+        self._begun.setdefault(at.epoch, set_to)
         await self.reach(rank, connection, place)
         while at >= self._front and at >= self._readers[rank].place:
             await self._changed.wait()
@@ -170,15 +164,6 @@ class Producer:
         """A consumer has got to a place."""
         reader = self._reader(rank, connection)
         reader.place = max(reader.place, Place(*place))
-        self._tell()
-
-    async def seek(self, rank: int, connection: int, place: Place) -> None:
-        """A consumer continues at a place, as if it had taken everything before it and nothing after it."""
-        reader, at = self._reader(rank, connection), Place(*place)
-        if at < min(reader.place, *self._window, self._front) or at.epoch > self._front.epoch:
-            text = f"the batches from number {at.number} of epoch {at.epoch} on are not kept"
-            raise StateError(f"{text}; share the loader again: rayloader.share(..., state=state)")
-        reader.place = at
         self._tell()
 
     async def leave(self, rank: int, connection: int) -> None:
@@ -196,8 +181,7 @@ class Producer:
     def _reader(self, rank: int, connection: int) -> _Reader:
         reader = self._readers[rank]
         if reader.connection != connection or reader.place == GONE:
-            text = f"consumer {rank} of the share {self._terms.name!r} reads no more: it was closed, or another object"
-            raise ShareError(f"{text} has joined with the same rank; give each consumer a rank of its own")
+            raise ShareError(f"consumer {rank} of this share was closed, or another one has joined with its rank")
         return reader
 
     # ---- producing
@@ -220,13 +204,7 @@ class Producer:
         loop = asyncio.get_running_loop()
         while True:
             while not self._is_wanted():
-                try:
-                    await asyncio.wait_for(self._changed.wait(), NOTICE_S)
-                except TimeoutError:
-                    places = {rank: reader.place for rank, reader in enumerate(self._readers) if reader.place != GONE}
-                    if places and min(places.values()) < self._front <= max(places.values()):
-                        slow = [rank for rank, place in places.items() if place == min(places.values())]
-                        logger.warning("rayloader: consumers %s of the share %r are waited for", slow, self._terms.name)
+                await self._changed.wait()
             at = self._front
             work = loop.run_in_executor(self._thread, self._make, at, self._begun[at.epoch])
             while not work.done():
@@ -339,8 +317,7 @@ class Calls:
     def check(self) -> None:
         """Raises RaySessionError if Ray may not be called."""
         if not self.is_live():
-            why = "Ray was shut down, or this process was forked; connect in the new Ray, or in a spawned process"
-            raise RaySessionError(f"the share {self.name!r} can't be read here: {why}")
+            raise RaySessionError(f"the share {self.name!r} is of another process, or of a Ray that was shut down")
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Makes a call; returns the reference to its answer."""
@@ -349,10 +326,7 @@ class Calls:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What the producer answers to a call; raises as `checked` does."""
-        ref = self.begin(method, *arguments)
-        while (answer := wait_for([ref], 1, NOTICE_S)[0]) is NONE_YET:
-            logger.warning("rayloader: the producer of the share %r has not answered yet", self.name)
-        return self.checked(answer)
+        return self.checked(wait_for([self.begin(method, *arguments)], 1, _FOR_EVER_S)[0])
 
     def checked(self, answer: Any) -> Any:
         """An answer, unless it is an error.
@@ -364,8 +338,7 @@ class Calls:
         if isinstance(answer, RayTaskError):
             raise (answer.cause if isinstance(answer.cause, Exception) else answer) from None
         if isinstance(answer, Exception):
-            text = f"the producer of the share {self.name!r} is gone: it was closed, its program has ended, or it died"
-            raise ShareError(f"{text}. Share the loader again, from a state. Ray said: {answer}") from answer
+            raise ShareError(f"the producer of the share {self.name!r} is gone; Ray said: {answer}") from answer
         return answer
 
     def leave(self, *consumer: int) -> None:
