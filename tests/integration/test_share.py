@@ -2,14 +2,18 @@
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
 import ray
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from interrupts import interrupted_at, no_hang
-from rayloader import DataLoader, ShareError, StateError, share, shared
+from rayloader import DataLoader, RaySessionError, ShareError, StateError, share, shared
 from rayloader.errors import own_notes
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -101,7 +105,7 @@ def test_who_has_closed_is_not_waited_for():
         with second as batches:
             next(iter(batches))
         assert len(list(first)) == 6
-        with pytest.raises(ShareError, match="reads no more"):
+        with pytest.raises(ShareError, match="was closed, or another one"):
             next(iter(second))
 
 
@@ -229,3 +233,100 @@ def test_an_interrupted_next_loses_nothing_and_hangs_nowhere():
             if not interrupt.fired:
                 break
         assert number > 100
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("refuses to travel")
+        self.held = lambda: None
+
+
+class Refusing(Noisy):
+    """The second sample raises what cannot be pickled."""
+
+    def __getitem__(self, index):
+        if index == 1:
+            raise Unpicklable
+        return super().__getitem__(index)
+
+
+def test_an_error_that_cannot_be_pickled_comes_in_its_turn():
+    with share(DataLoader(Refusing(3), batch_size=None), consumers=1) as shared_loader:
+        batches = iter(shared_loader.consumer(0))
+        next(batches)
+        with pytest.raises(Exception, match="refuses to travel"):
+            next(batches)
+        next(batches)
+
+
+class Unreadable(IterableDataset):
+    def __iter__(self):
+        raise KeyError("no stream")
+
+
+def test_an_error_at_iter_is_raised_in_the_consumer():
+    stream = DataLoader(Unreadable(), num_replicas=1, rank=0)
+    with share(stream, consumers=1) as shared_loader, pytest.raises(KeyError, match="no stream"):
+        next(iter(shared_loader.consumer(0)))
+
+
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+def test_a_stream_is_shared():
+    with two(DataLoader(Counting(), batch_size=None)) as consumers:
+        assert together(*consumers) == [[*range(7)]] * 2
+
+
+def test_the_fastest_is_at_most_a_buffer_ahead():
+    with two(DataLoader(range(20), batch_size=None), buffer=4) as (first, second):
+        batches = iter(first)
+        found = [next(batches) for _ in range(2)]  # half a buffer, at least
+        threading.Thread(target=lambda: found.extend(batches), daemon=True).start()
+        for number, batch in enumerate(second):
+            assert batch == number
+            assert len(found) <= number + 1 + 4
+
+
+def test_of_two_consumers_of_one_rank_the_last_one_reads():
+    with share(make(), consumers=1) as shared_loader:
+        old = shared_loader.consumer(0)
+        new = shared_loader.consumer(0)
+        next(iter(new))
+        with pytest.raises(ShareError, match="another one has joined with its rank"):
+            next(iter(old))
+
+
+PROGRAM = """
+import os, signal, rayloader
+batches = iter(rayloader.shared("killed", 0))
+print([next(batches) for _ in range(3)], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_another_program_joins_by_name_and_where_it_is_killed_a_new_consumer_goes_on():
+    with share(DataLoader(range(9), batch_size=None), consumers=1, name="killed") as shared_loader:
+        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        program = [sys.executable, "-c", PROGRAM]
+        ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=100)
+        assert "[0, 1, 2]" in ended.stdout, ended.stderr
+        found = list(shared_loader.consumer(0))
+        assert found == list(range(9))[-len(found) :]  # what it took in its last 20 ms may come again
+        assert len(found) >= 6
+
+
+def test_a_forked_child_cannot_read():
+    with share(DataLoader(range(9), batch_size=None), consumers=1) as shared_loader:
+        batches = iter(shared_loader.consumer(0))
+        if not (child := os.fork()):
+            try:
+                next(batches)
+            except RaySessionError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert list(batches) == list(range(9))
