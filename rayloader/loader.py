@@ -710,8 +710,8 @@ def shutdown() -> None:
     iterator, pool = sys.modules.get("rayloader.epoch.iterator"), sys.modules.get("rayloader.actors.pool")
     if iterator is not None:
         iterator.close_all()
-    if (link := sys.modules.get("rayloader.sharing.link")) is not None:
-        link.close_all()
+    if (sharing := sys.modules.get("rayloader.sharing.consumer")) is not None:
+        sharing.close_all()
     if pool is not None:
         pool.shutdown()
     if (janitor := sys.modules.get("rayloader.workers.janitor")) is not None:

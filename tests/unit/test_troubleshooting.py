@@ -234,7 +234,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
     "share() takes a rayloader": lambda: rayloader.share([1], consumers=1),
     "share() needs": lambda: rayloader.share(DataLoader(range(4)), consumers=0),
-    "consumer_timeout must": lambda: rayloader.share(DataLoader(range(4)), consumers=1, consumer_timeout=0),
 }
 
 
