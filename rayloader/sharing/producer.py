@@ -151,7 +151,8 @@ class Producer:
             items, each the fields of a `Wire`, or a state for the end.
         """
         at = Place(place[0], number)
-        self._begun.setdefault(at.epoch, set_to)
+        if set_to not in (None, begun := self._begun.setdefault(at.epoch, set_to)):
+            raise ValueError(f"set_epoch({set_to}) differs from another consumer's, {begun}; give all the same number")
         await self.reach(rank, connection, place)
         while at >= self._front and at >= self._readers[rank].place:
             await self._changed.wait()

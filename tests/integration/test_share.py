@@ -184,6 +184,15 @@ def test_set_epoch_reaches_the_sampler():
         assert all(equal(found, expected) for found in together(*consumers))
 
 
+def test_consumers_that_set_different_epochs_are_an_error():
+    with two(DataLoader(range(4), batch_size=2)) as (first, second):
+        first.set_epoch(1)
+        second.set_epoch(2)
+        assert [batch.tolist() for batch in first] == [[0, 1], [2, 3]]
+        with pytest.raises(ValueError, match=r"set_epoch\(2\) differs from another consumer's, 1"):
+            next(iter(second))
+
+
 @pytest.mark.parametrize("workers", [0, full(1)])
 def test_all_go_on_from_a_state_of_one(workers):
     with two(make(num_workers=workers)) as (first, second):
