@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import json
 import random
 
 import numpy as np
@@ -241,11 +240,11 @@ def test_a_state_that_is_ahead_of_what_was_dispatched_is_refused():
     assert list(batches(loader)) == rest
 
 
-# ---- a state as JSON
+# ---- what the user's objects tell
 
 
 class TellsAll(data.Indices):
-    """Of what JSON has not, or only in part."""
+    """Tells what it is given."""
 
     def __init__(self, told=None):
         super().__init__()
@@ -264,35 +263,19 @@ def tells_all():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_goes_through_json_with_all_types_that_the_users_parts_have(num_workers):
+def test_a_state_goes_through_a_file_with_all_types_that_the_users_parts_have(num_workers):
     loader = make(tells_all, num_workers)
     iterator = batches(loader)
     next(iterator)
-    text = json.dumps(loader.state_dict())
+    file = save(loader)
     rest = list(iterator)
     loader = make(lambda: {**tells_all(), "dataset": TellsAll(), "sampler": data.StatefulSampler(6)}, num_workers)
-    loader.load_state_dict(json.loads(text))
+    loader.load_state_dict(read(file))
     if not num_workers:
         told = loader.dataset.told
         assert told.pop("array").tolist() == [0, 1, 2]
         assert told == {name: value for name, value in tells_all()["dataset"].told.items() if name != "array"}
     assert list(batches(loader)) == rest
-
-
-def test_a_list_of_all_ranks_states_goes_through_json_too():
-    def rank(number, of):
-        return DataLoader(range(40), 2, shuffle=True, num_replicas=of, rank=number)
-
-    loaders = [rank(number, 4) for number in range(4)]
-    iterators = [iter(loader) for loader in loaders]
-    taken = [next(iterator).tolist() for iterator in iterators for _ in range(2)]
-    states = [loader.state_dict() for loader in loaders]
-    states[1:3] = json.loads(json.dumps(states[1:3]))  # some of them
-    again = [rank(number, 2) for number in range(2)]
-    for loader in again:
-        loader.load_state_dict(states)
-    rest = [batch.tolist() for loader in again for batch in loader]
-    assert sorted(sample for batch in taken + rest for sample in batch) == list(range(40))
 
 
 # ---- what a dataset tells

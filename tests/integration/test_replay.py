@@ -428,9 +428,9 @@ def test_the_command_makes_the_loader_of_a_rank(command, tmp_path):
     loader = data.of_rank(3, 4)
     iterator = iter(loader)
     batches = [next(iterator)]
-    (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    torch.save(loader.state_dict(), tmp_path / "state.pt")
     batches += iterator
-    arguments = (tmp_path / "state.json", "--loader", "replay_data:of_rank", "--step", 2, "--save", tmp_path / "b.pt")
+    arguments = (tmp_path / "state.pt", "--loader", "replay_data:of_rank", "--step", 2, "--save", tmp_path / "b.pt")
     assert command(*arguments, "--rank", 3, "--world", 4)[0] == 0
     assert same(torch.load(tmp_path / "b.pt"), batches[2])
     assert "must be a function that takes rank and num_replicas" not in command(*arguments)[1]
@@ -465,14 +465,14 @@ def test_what_the_command_cannot_do_is_said_in_one_line(command, saved, tmp_path
 
 def test_a_rank_that_the_sources_are_not_of(command, tmp_path):
     data.seed(3)
-    (tmp_path / "state.json").write_text(json.dumps(data.of_rank(1, 4).state_dict()))
-    arguments = (tmp_path / "state.json", "--loader", "replay_data:of_rank", "--step", 2, "--rank", 3, "--world", 4)
+    torch.save(data.of_rank(1, 4).state_dict(), tmp_path / "state.pt")
+    arguments = (tmp_path / "state.pt", "--loader", "replay_data:of_rank", "--step", 2, "--rank", 3, "--world", 4)
     code, printed = command(*arguments)
     assert (code, "the sources are of ranks [1], and not of rank 3" in printed) == (2, True)
 
 
 def test_a_step_that_raised_raises_in_one_line(command, tmp_path):
-    path = tmp_path / "state.json"
+    path = tmp_path / "state.pt"
     run = run_of(data.Raising, epochs=1)
     path.write_text(json.dumps(run.states[0]))
     [step] = [step for step, one in run.epochs[0].items() if isinstance(one, ValueError)]
