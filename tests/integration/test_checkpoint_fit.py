@@ -1,6 +1,5 @@
 """What a state holds and whom it fits: samplers of every kind, its size, and loaders that refuse it."""
 
-import copy
 import functools
 import itertools
 import random
@@ -104,7 +103,7 @@ def test_a_state_of_eight_workers_is_small():
     iterator = batches(loader)
     workers = {next(iterator)[-3][0] for _ in range(70)}
     assert workers == set(range(8))
-    assert len(save(loader)) < 100_000  # 2.5 KB a generator, as text a third more
+    assert len(save(loader)) < 150_000  # three generators of 5 kB, 3 kB and 2.5 kB each, and what names them
 
 
 def test_a_state_holds_no_sample():
@@ -324,43 +323,30 @@ DAMAGED = {
     "seeded by batch": lambda: {"dataset": data.Noise(), "shuffle": True, "seeding": "batch"},
     "distributed": lambda: {"dataset": data.Noise(), "sampler": DistributedSampler(INDICES, 2, 1), "shuffle": None},
 }
-LOST, MORE = object(), object()
-
-
-def with_lists(part):
-    """The same with lists for tuples, as some file formats have it."""
-    if isinstance(part, dict):
-        return {key: with_lists(inner) for key, inner in part.items()}
-    return [*map(with_lists, part)] if isinstance(part, (list, tuple)) else part
+LOST, MORE, SAME = object(), object(), object()
 
 
 def places(part, way=()):
-    """The way to each thing that a state holds."""
-    entries = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    """The way to each thing that a state holds; of long tuples, such as a generator's numbers, to the first ones."""
+    entries = part.items() if isinstance(part, dict) else enumerate(part[:9]) if isinstance(part, (list, tuple)) else ()
     for key, inner in entries:
         yield (*way, key)
         yield from places(inner, (*way, key))
 
 
-def damaged(state, way, value):
-    """The state with another value at a place; None if it has that already."""
-    state = copy.deepcopy(state)
-    holder = state
-    for key in way[:-1]:
-        holder = holder[key]
-    held = holder[way[-1]]
-    if value is LOST:
-        del holder[way[-1]]
-    elif value is not MORE:
-        holder[way[-1]] = value
-        return None if type(held) is type(value) and held == value else state
-    elif isinstance(held, dict):
-        held["more"] = 1
-    elif isinstance(held, list):
-        held.append(1)
-    else:
-        return None
-    return state
+def damaged(part, way, value):
+    """The state with another value at a place; SAME if it has that already."""
+    if not way:
+        if value is not MORE:
+            return SAME if type(part) is type(value) and part == value else value
+        more = {**part, "more": 1} if isinstance(part, dict) else SAME
+        return type(part)([*part, 1]) if isinstance(part, (list, tuple)) else more
+    key, *rest = way
+    if (inner := damaged(part[key], rest, value)) is SAME:
+        return SAME
+    if isinstance(part, dict):
+        return {name: one for name, one in {**part, key: inner}.items() if one is not LOST}
+    return type(part)([one for one in (*part[:key], inner, *part[key + 1 :]) if one is not LOST])
 
 
 @pytest.mark.filterwarnings("ignore:the s:UserWarning")  # of values that differ
@@ -371,13 +357,13 @@ def test_a_state_that_is_damaged_so_that_it_cannot_be_read_is_refused_and_change
     loader = make(DAMAGED[kind], 2)
     iterator = batches(loader)
     next(iterator), next(iterator)
-    state = with_lists(read(save(loader)))
+    state = read(save(loader))
     rest = list(iterator)
     loader = make(DAMAGED[kind], 2, seed=2)
     before, refused, taken = generators(), 0, []
     damages = itertools.product(places(state), (LOST, MORE, None, 7, "text", [1], {}))
     for way, value in itertools.islice(damages, 0, None, step):
-        if (other := damaged(state, way, value)) is None:
+        if (other := damaged(state, way, value)) is SAME:
             continue
         try:
             loader.load_state_dict(other)
