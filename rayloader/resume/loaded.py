@@ -71,13 +71,18 @@ class LoadedSamplers(Samplers):
             sampler_state: the rest of the state that is about them.
 
         Returns:
-            For each sampler, the attributes that have changed, there or here, since a loader first had it: the others
-            are its arguments, and stay.
+            For each sampler, the attributes that have changed, there or here, since a loader first had it, and its
+            epoch: the others are its arguments, and stay.
         """
         self._has_made(saved)
         self._check_generators(saved)
         self.check_attributes(saved)
-        return [{*theirs, *ours} for theirs, ours in zip(sampler_state.progress, self.progress(), strict=True)]
+        epochs = [
+            [name for name in simple if _is_epoch(sampler, name)]
+            for sampler, simple in zip(self._chain, saved.attributes, strict=True)
+        ]
+        parts = zip(sampler_state.progress, self.progress(), epochs, strict=True)
+        return [{*theirs, *ours, *epoch} for theirs, ours, epoch in parts]
 
     def load_between_epochs(self, state: bytes | None) -> None:
         """Loads a state from between two epochs: the next epoch is a whole one.
