@@ -109,5 +109,5 @@ def test_a_worker_of_this_process_that_must_be_on_a_full_node_is_made_room_for()
 def test_the_log_says_what_they_end_for(caplog):
     caplog.set_level(logging.INFO, "rayloader")
     Demand().in_the_way(status(FULL, wait(2, CPU=0.5, TPU=0), bundles(1)), [ONE, TWO], [])
-    assert [message.rpartition("cluster waits for: ")[2] for message in caplog.messages] == ["CPU 0.5, TPU 0", "CPU 1"]
-    assert caplog.messages[0].startswith("rayloader: 1 idle worker processes end, because they hold what something")
+    assert [message.rpartition("or another one: ")[2] for message in caplog.messages] == ["CPU 0.5, TPU 0", "CPU 1"]
+    assert caplog.messages[0].startswith("rayloader: 1 idle worker processes end, because they hold what is waited for")
