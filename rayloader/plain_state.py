@@ -14,7 +14,7 @@ import torch
 
 from rayloader.errors import NESTING, too_deep
 
-_ARRAY, _SCALAR = "rayloader: array", "rayloader: scalar"  # the only key of a dict that holds a tensor
+_ARRAY, _SCALAR = "rayloader: array", "rayloader: scalar"  # key of a tensor, in a dict with the name of its dtype
 _ATOMS = {int, float, str, bytes, bool, type(None)}
 
 
@@ -33,7 +33,10 @@ def pack(state: Any, depth: int = 0) -> Any:
         return state if _ATOMS.issuperset(map(type, state)) else kind([pack(part, depth + 1) for part in state])
     if kind is np.ndarray or isinstance(state, np.generic):
         try:
-            return {_ARRAY if kind is np.ndarray else _SCALAR: torch.from_numpy(np.array(state))}
+            array, dtype = np.array(state), state.dtype
+            # Torch does not unpickle its own tensors of wide unsigned numbers.
+            signed = array.view(dtype.str.replace("u", "i")) if dtype.kind == "u" else array
+            return {_ARRAY if kind is np.ndarray else _SCALAR: torch.from_numpy(signed), "dtype": dtype.name}
         except (TypeError, ValueError):  # of a dtype that torch has not, or in another byte order
             return state
     return state
@@ -46,8 +49,8 @@ def unpack(packed: Any) -> Any:
         return packed if _ATOMS.issuperset(map(type, packed)) else kind(map(unpack, packed))
     if kind is not dict:
         return packed
-    if packed.keys() == {_ARRAY}:
-        return packed[_ARRAY].numpy().copy()
-    if packed.keys() == {_SCALAR}:
-        return packed[_SCALAR].numpy()[()]
+    if packed.keys() == {_ARRAY, "dtype"}:
+        return packed[_ARRAY].numpy().copy().view(packed["dtype"])
+    if packed.keys() == {_SCALAR, "dtype"}:
+        return packed[_SCALAR].numpy().view(packed["dtype"])[()]
     return {key: unpack(value) for key, value in packed.items()}

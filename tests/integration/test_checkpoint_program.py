@@ -287,23 +287,24 @@ class Mine(Sampler):
         return iter(INDICES)
 
 
-@pytest.mark.parametrize("taken", [0, 2, 8])
+@pytest.mark.parametrize("taken", [0, 2, 9])
 def test_the_arguments_of_a_sampler_stay_and_other_ones_show_in_the_indices(taken):
     def loader(seed):
         return make(of(DistributedSampler(INDICES, 1, 0, seed=seed)), 1)
 
     one = loader(1)
-    iterator = iter(one)
-    for _ in range(taken):
-        next(iterator)
+    if taken:
+        iterator = iter(one)
+        for _ in range(taken):
+            next(iterator, None)
     other = loader(2)
     other.load_state_dict(read(save(one)))
     assert other.sampler.seed == 2
-    if 0 < taken < 8:
+    if taken == 2:
         with pytest.raises(StateError, match="the sampler did not reproduce its indices"):
             iter(other)
     else:
-        list(other)
+        assert list(map(plain, other)) == list(map(plain, loader(2)))
 
 
 def test_a_state_that_is_refused_changes_nothing():

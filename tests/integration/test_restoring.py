@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter, OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 
@@ -44,6 +45,7 @@ def test_a_state_comes_back_from_a_file(state):
     torch.save(pack(state), file)
     file.seek(0)
     assert same(unpack(torch.load(file, weights_only=True)), state)
+    assert same(unpack(pickle.loads(pickle.dumps(pack(state)))), state)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,7 @@ def test_a_state_comes_back_from_a_file(state):
         np.array([None]),
         np.array(["text"]),
         np.zeros(2, ">i4"),
+        np.zeros(2, ">u4"),
         np.datetime64("2026-01-02"),
         defaultdict(list, a=[np.int64(1)]),
         deque([1]),
