@@ -314,7 +314,7 @@ def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[
 
 @as_saved()
 def _checked(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: bool = False) -> State:
-    """The state without the arguments of its samplers; the loader's own apply, so that other ones show in the indices.
+    """The state with the arguments of the loader's own samplers, so that other ones show in the indices.
 
     Args:
         loader: that loads it.
@@ -344,21 +344,21 @@ def _checked(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: b
         samplers.check_attributes(start.moment)
         samplers.check_attributes(start.drawing or start.moment)
 
-    def changes(begin: EpochBegin) -> EpochBegin:
+    def with_arguments(begin: EpochBegin) -> EpochBegin:
         starts = [
             start._replace(
-                moment=samplers.changes(start.moment, names),
-                drawing=start.drawing and samplers.changes(start.drawing, names),
+                moment=samplers.with_arguments(start.moment, names),
+                drawing=start.drawing and samplers.with_arguments(start.drawing, names),
             )
             for start in begin.starts
         ]
         return begin._replace(starts=tuple(starts))
 
-    now = samplers.changes(state.moment, names)
+    now = samplers.with_arguments(state.moment, names)
     return state._replace(
         sampler=state.sampler._replace(attributes=now.attributes),
-        position=state.position and state.position._replace(begin=changes(state.position.begin)),
-        redeal=state.redeal and changes(state.redeal),
+        position=state.position and state.position._replace(begin=with_arguments(state.position.begin)),
+        redeal=state.redeal and with_arguments(state.redeal),
     )
 
 

@@ -40,13 +40,18 @@ class LoadedSamplers(Samplers):
         """Whether the loader's generator does not matter to the samplers: only base seeds are drawn from it."""
         return self._loaders_own is not None and all(g is not self._loaders_own for g in self._held_generators())
 
-    def changes(self, moment: Moment, names: Sequence[Collection[str]]) -> Moment:
-        """A moment without the samplers' arguments: of each sampler the attributes of these names, see `check`."""
-        changed = tuple(
-            {name: value for name, value in simple.items() if name in those or (makes and name == "generator")}
-            for simple, those, makes in zip(moment.attributes, names, self._makes_generator, strict=True)
+    def with_arguments(self, moment: Moment, names: Sequence[Collection[str]]) -> Moment:
+        """A moment with these samplers' own arguments: it keeps of each sampler the attributes of `names` alone."""
+        attributes = tuple(
+            {
+                name: value if name in those or (makes and name == "generator") else own.get(name, value)
+                for name, value in simple.items()
+            }
+            for simple, own, those, makes in zip(
+                moment.attributes, self.attributes(), names, self._makes_generator, strict=True
+            )
         )
-        return Moment(moment.random, changed)
+        return Moment(moment.random, attributes)
 
     def check_attributes(self, moment: Moment) -> None:
         """Raises StateError if samplers, at another moment, can't have had these attributes."""
