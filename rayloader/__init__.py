@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rayloader._version import __version__ as __version__
 from rayloader.errors import (
     BatchTimeoutError,
     CacheError,
@@ -90,7 +91,6 @@ __all__ = [
     "shared",
     "shutdown",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -42,8 +42,6 @@ NOT_ON_THE_PAGE = {
     "a class of the user's": "an assertion of the code",
     "it can't be put there": "caught where a generator is put back",
     "decode needs the skeleton's ... buffers": "an assertion of the code",
-    "...: its batches would not be the rest of the same stream": "goes on after `the state was saved with`",
-    "...: if the order of the samples depends on it": "goes on after `the state was saved with`",
     "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
     "... on node ... is another file": "goes on after `The dataset refers to`",
