@@ -30,7 +30,12 @@ import tables
 COMMAND = "python benchmarks/shared.py"
 RESULTS = harness.RESULTS / "shared.json"
 DOCUMENT = harness.ROOT / "docs" / "howto" / "sharing.md"
-CASES = {"work": (200, 600_000, 0.02), "tiny": (2000, 4_000, 0.0), "large": (60, 10_000_000, 0.0)}
+CASES = {
+    "plain": (500, 1_200_000, 0.0),
+    "work": (200, 600_000, 0.02),
+    "tiny": (2000, 4_000, 0.0),
+    "large": (60, 10_000_000, 0.0),
+}
 
 
 class Batches:

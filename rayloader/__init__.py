@@ -3,10 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rayloader._version import __version__ as __version__
 from rayloader.errors import (
     BatchTimeoutError,
     CacheError,
-    ConsumerDroppedError,
     RayloaderError,
     RaySessionError,
     ReplayError,
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
     from rayloader.observe.stats import CacheStats as CacheStats
     from rayloader.observe.stats import LoaderStats as LoaderStats
     from rayloader.plans import lengths as lengths
-    from rayloader.sharing.shares import Consumer as Consumer
-    from rayloader.sharing.shares import SharedLoader as SharedLoader
-    from rayloader.sharing.shares import share as share
-    from rayloader.sharing.shares import shared as shared
+    from rayloader.sharing.consumer import Consumer as Consumer
+    from rayloader.sharing.consumer import SharedLoader as SharedLoader
+    from rayloader.sharing.consumer import share as share
+    from rayloader.sharing.consumer import shared as shared
 
 # What the parts around the core offer, by the module that is imported when a program first names it.
 _PARTS = {
     "ArrowDataset": "data.arrow",
     "CacheStats": "observe.stats",
     "CachedDataset": "data.cached",
-    "Consumer": "sharing.shares",
+    "Consumer": "sharing.consumer",
     "LoaderStats": "observe.stats",
     "ParquetStream": "data.parquet",
     "Patch": "frameworks.patching",
     "ShardInfo": "host.shard_info",
     "SharedList": "data.shared_list",
-    "SharedLoader": "sharing.shares",
+    "SharedLoader": "sharing.consumer",
     "ShuffleBuffer": "data.shuffle",
     "cached": "data.cached",
     "get_shard_info": "host.shard_info",
     "lengths": "plans",
     "patch": "frameworks.patching",
-    "share": "sharing.shares",
-    "shared": "sharing.shares",
+    "share": "sharing.consumer",
+    "shared": "sharing.consumer",
 }
 
 # Without ArrowDataset and ParquetStream, which need pyarrow: `import *` and `dir()` must not.
@@ -68,7 +68,6 @@ __all__ = [
     "CacheStats",
     "CachedDataset",
     "Consumer",
-    "ConsumerDroppedError",
     "DataLoader",
     "LoaderStats",
     "Patch",
@@ -95,7 +94,6 @@ __all__ = [
     "shared",
     "shutdown",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import operator
 import sys
@@ -161,6 +162,7 @@ with private_names_of("Python"):
     call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]
     _exit_function: Callable[[], None] = multiprocessing.util._exit_function  # type: ignore[attr-defined]
     _finalizers: dict[tuple[Any, int], Any] = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]
+    _tracker: Any = multiprocessing.resource_tracker._resource_tracker
 
 
 class Identity(NamedTuple):
@@ -199,12 +201,30 @@ def run_as_process(work: Callable[[], object], identity: Identity, parent: int, 
 
 def has_finalizers() -> bool:
     """Whether `multiprocessing` has something to finalize in this process when that ends."""
-    return any(priority is not None for priority, _ in list(_finalizers))
+    return _tracker._pid is not None or any(priority is not None for priority, _ in list(_finalizers))
 
 
 def run_finalizers() -> None:
     """Ends the process's children and finalizes as `multiprocessing` does at the end of a process that it has made."""
     _exit_function()
+
+
+def end_tracker() -> None:
+    """Waits until this process's resource tracker has removed the shared memory that is left, and has ended.
+
+    Not in a process that `multiprocessing` has made, whose tracker is the one of its parent.
+    """
+    _tracker._stop()
+
+
+_libc = ctypes.CDLL(None)  # loaded before there are forks
+
+
+def keep_freed_memory() -> None:
+    """Lets this process keep what it frees, because fresh pages are a loader's main cost; not without glibc."""
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(-4, 0)  # M_MMAP_MAX
+        _libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def file_of_ctypes(obj: object) -> tuple[int, int, int, int] | None:

@@ -15,7 +15,6 @@ Errors in the user's own code arrive as torch's loader raises them.
         ├── SkipLimitError
         ├── CacheError
         ├── ShareError
-        │   └── ConsumerDroppedError
         └── ReplicaError
             └── ReplicaMemoryError
 """
@@ -39,7 +38,6 @@ from types import TracebackType
 __all__ = [
     "BatchTimeoutError",
     "CacheError",
-    "ConsumerDroppedError",
     "RaySessionError",
     "RayloaderError",
     "ReplayError",
@@ -104,10 +102,6 @@ class CacheError(RayloaderError):
 
 class ShareError(RayloaderError):
     """A shared loader has ended, cannot be found, or has another reader with the same name or rank."""
-
-
-class ConsumerDroppedError(ShareError):
-    """This consumer of a shared loader was dropped: the others had waited for it too long, or it was closed."""
 
 
 class ReplicaError(RayloaderError):

@@ -676,10 +676,11 @@ _tell_parameters(DataLoader.__init__)
 
 
 def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None, **ray_options: Any) -> None:
-    """Starts Ray and worker processes while the program continues, for instance while it builds its model.
+    """Starts Ray on this machine, or uses the one that runs, and starts workers while the program continues.
 
-    Returns at once. The workers of loaders are actors from then on. The first `iter()` of a loader waits for what is
-    not ready yet, and raises any error of the start.
+    It is `ray.init(address="local", include_dashboard=False, **ray_options)`, unless the program is connected to Ray
+    already, or RAY_ADDRESS names one. The workers of loaders are actors from then on. It returns when Ray runs; the
+    first `iter()` of a loader waits for worker processes that do not run yet.
 
     Args:
         num_workers: worker processes to start, over all loaders that will work at the same time; they wait for their
@@ -689,7 +690,8 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: an argument is of the wrong type, or `ray.init` has none of that name.
+        TypeError: an argument is of the wrong type.
+        RaySessionError: Ray does not start, cannot be joined, or runs already, so that options come too late.
     """
     num_workers = checked_num_workers(num_workers)
     check_remote_args(ray_remote_args)
@@ -708,8 +710,8 @@ def shutdown() -> None:
     iterator, pool = sys.modules.get("rayloader.epoch.iterator"), sys.modules.get("rayloader.actors.pool")
     if iterator is not None:
         iterator.close_all()
-    if (link := sys.modules.get("rayloader.sharing.link")) is not None:
-        link.close_all()
+    if (sharing := sys.modules.get("rayloader.sharing.consumer")) is not None:
+        sharing.close_all()
     if pool is not None:
         pool.shutdown()
     if (janitor := sys.modules.get("rayloader.workers.janitor")) is not None:

@@ -74,23 +74,21 @@ def ray_session(keepers):
     Idle actors stay as long as a test takes, and end with it if no loader that lives can use them: else each test would
     see those of the last.
     """
-    import ray
     import torch
     from torch.utils.data import TensorDataset
 
     import rayloader.actors.actors
     import rayloader.actors.lifetimes
-    import rayloader.actors.session
+    import rayloader.actors.start
     from rayloader import DataLoader, init, shutdown
 
     rayloader.actors.lifetimes.GRACE_S = math.inf
     # What the log holds is not to depend on how fast the machine is.
-    rayloader.actors.session.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
+    rayloader.actors.start.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
     rayloader.actors.lifetimes.LATE_NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
-        # From now on this program uses Ray, which scripts of the tests can join: on 127.0.0.1 they could not.
-        init(_node_ip_address=ray.util.get_node_ip_address())
+        init()  # from now on this program uses Ray
         keeper = DataLoader(TensorDataset(torch.arange(8)), num_workers=3)
         for _ in keeper:
             pass

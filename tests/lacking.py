@@ -26,15 +26,11 @@ class Changed:
         return new[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        whole, changed, rest, new = object.__getattribute__(self, "parts")
-        is_put_back = name == changed and not rest and new and value is new[0]
-        setattr(whole, name, value.__wrapped__ if is_put_back else value)
+        setattr(object.__getattribute__(self, "parts")[0], name, value)
 
 
 def ray_without(ray: Any, name: str) -> Any:
     """Ray without one of the names of `rayloader.actors._compat_ray.COSTS`."""
-    if "/" in name:
-        return Changed(ray, "__file__", "/nowhere/__init__.py")
     attribute, _, argument = name.rstrip(")").partition("(")
     return Changed(ray, attribute, *([_less(operator.attrgetter(attribute)(ray), argument)] if argument else []))
 

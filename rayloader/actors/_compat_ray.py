@@ -6,20 +6,15 @@ the log says so.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
-import importlib.util
 import inspect
 import json
 import logging
 import operator
-import os
-import random
 import re
-import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
@@ -29,10 +24,6 @@ from rayloader.errors import TESTED
 
 # Ray's loggers that report at its start what is of no interest for a Ray of one program.
 RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authentication_token_setup"
-# The ports of the dashboard's agent. The last has a default, which is the same for every Ray of a machine.
-DASHBOARD_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
-# The ports of all agents of a node: the arguments of `services.start_raylet`, and the names of the files with them.
-AGENT_PORTS = "runtime_env_agent_port", *DASHBOARD_PORTS
 
 logger = logging.getLogger("rayloader")
 
@@ -41,15 +32,10 @@ _NOT_SEEN = (
     "workers count as without a place in the cluster until they run, and nodes that an autoscaler starts are not seen: "
     "if that takes longer than a minute, raise RAYLOADER_START_TIMEOUT (seconds)"
 )
-_OWN_WORKERS = (
-    "new worker processes start slowly: each imports everything itself, and hashes strings in its own way; "
-    "and how one has ended is known from Ray alone"
-)
-_LATE_AGENTS = "on a busy machine a Ray that is started here may end before its agents run"
 _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
 # What it costs that a version of Ray lacks a name; "" if nothing, because the versions without it do not need it. Names
-# are paths from the module: of an attribute, of an argument of a function, in parentheses, or of a file. Where modules
-# of Ray draw random numbers, and to which loggers they write, is looked up by their own names.
+# are paths from the module: of an attribute, or of an argument of a function, in parentheses. To which loggers Ray's
+# modules write is looked up by their own names.
 COSTS = {
     "ObjectRef._on_completed": "answers of Ray are awaited as futures, which takes a little longer",
     "_private.worker.global_worker.listener_thread": "",  # there is none before the first connection
@@ -67,18 +53,6 @@ COSTS = {
     "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
         "workers wait for room on this node, and do not run on others meanwhile"
     ),
-    "_private.parameter.RayParams.__init__(worker_path)": _OWN_WORKERS,
-    "_private/workers/default_worker.py": _OWN_WORKERS,
-    "_private.parameter.RayParams.__init__(no_monitor)": "a Ray that is started here runs a process for an autoscaler",
-    "_private.services.start_api_server": "a Ray that is started here waits for a process of its dashboard",
-    "_private.services.start_ray_process": "a process that is forked while Ray starts may keep it waiting",
-    "_private.services.start_raylet(session_dir)": _LATE_AGENTS,
-    "_private.services.start_raylet(node_id)": _LATE_AGENTS,
-    "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT": _LATE_AGENTS,
-    "_private.ray_constants.ENABLE_RAY_CLUSTER": "a Ray that is started here listens on all addresses of this machine",
-    "_raylet.Config.initialize": "Ray may be started without asking for a token: set RAY_AUTH_MODE=token",
-    "_raylet.persist_port": "",
-    "_private.utils.get_dashboard_dependency_error": "",
     _OF_TRAIN: "the state of a loader that Ray Train has prepared counts the batch that this draws ahead",
 }
 
@@ -96,33 +70,13 @@ def _found(ray: ModuleType, name: str, otherwise: Any = None) -> Any:
 @functools.cache
 def _parsed(name: str) -> tuple[Callable[[Any], Any], str]:
     """A function that finds what has this name, and the argument that it must have."""
-    if "/" in name:
-        return functools.partial(_file, name), ""
     attribute, _, argument = name.rstrip(")").partition("(")
     return operator.attrgetter(attribute), argument
-
-
-def _file(name: str, ray: ModuleType) -> Path:
-    path = Path(str(ray.__file__)).parent / name
-    if not path.exists():
-        raise AttributeError(name)
-    return path
 
 
 def _member(owner: object, name: str) -> Any:
     """What has this name, of a class, in one of its objects; None if that lacks it."""
     return getattr(owner, name.rpartition(".")[2], None)
-
-
-def _replace(ray: ModuleType, name: str, by: Callable[[Any], Any]) -> Callable[[], None]:
-    """Lets `by` replace what has this name, if this version of Ray has it; returns a function that puts it back."""
-    before = _found(ray, name)
-    if before is None:
-        return lambda: None
-    owner, _, attribute = name.partition("(")[0].rpartition(".")
-    put = functools.partial(setattr, operator.attrgetter(owner)(ray), attribute)
-    put(by(before))
-    return functools.partial(put, before)
 
 
 @functools.cache  # says it once
@@ -220,17 +174,19 @@ _DEATH = re.compile(r"A worker died or was killed while.*? Node ID: (\w+) .*? Wo
 
 def leave_out_deaths(ray: ModuleType, of: Callable[[tuple[str, int]], bool]) -> None:
     """Keeps Ray from printing in this process that certain processes have died: `of` is asked with node and pid."""
+    name = "_private.worker.print_to_stdstream"
+    print_all = _found(ray, name)
+    if print_all is None:
+        return
 
-    def others(print_all: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(print_all)
-        def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
-            deaths = [_DEATH.match(line) for line in data["lines"]] if data["pid"] == "raylet" else [None]
-            if not all(found is not None and of((found[1], int(found[2]))) for found in deaths):
-                print_all(data, *args, **options)
+    @functools.wraps(print_all)
+    def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        deaths = [_DEATH.match(line) for line in data["lines"]] if data["pid"] == "raylet" else [None]
+        if not all(found is not None and of((found[1], int(found[2]))) for found in deaths):
+            print_all(data, *args, **options)
 
-        return print_others
-
-    _replace(ray, "_private.worker.print_to_stdstream", others)
+    owner, _, attribute = name.rpartition(".")
+    setattr(operator.attrgetter(owner)(ray), attribute, print_others)
 
 
 def set_process_title(ray: ModuleType, title: str) -> None:
@@ -284,137 +240,6 @@ def node_first(ray: ModuleType, node_id: str) -> Any:
     if affinity is None:
         return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
     return affinity(node_id, soft=True, _spill_on_unavailable=True)
-
-
-def give_own_random(ray: ModuleType) -> None:
-    """Makes Ray's processes and connections draw from a generator of their own, not from the program's `random`."""
-    for name, module in list(sys.modules.items()):
-        if (
-            name.startswith(("ray._private.", "ray._common.", "ray._raylet"))
-            and getattr(module, "random", None) is random
-        ):
-            module.random = _random_of_ray()  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _random_of_ray() -> ModuleType:
-    """A second instance of the module `random`."""
-    spec = importlib.util.find_spec("random")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def ask_for_token(ray: ModuleType) -> None:
-    """Lets a Ray that this process starts ask for a token, as newer versions do by default.
-
-    Ray leaves the variable set, too: processes that the program starts can then join that Ray, where it listens.
-    """
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        if (read_again := _found(ray, "_raylet.Config.initialize")) is not None:
-            read_again("")
-
-
-def can_choose_workers(ray: ModuleType) -> bool:
-    """Whether `own_start` can choose the script for worker processes, and that can run Ray's own one."""
-    names = "_private.parameter.RayParams.__init__(worker_path)", "_private/workers/default_worker.py"
-    return all(_found(ray, name) is not None for name in names)
-
-
-@contextlib.contextmanager
-def own_start(
-    ray: ModuleType,
-    worker_path: str | None,
-    starting: contextlib.AbstractContextManager[Any],
-    *,
-    dashboard: bool,
-    local: bool,
-) -> Iterator[list[socket.socket]]:
-    """A Ray of one machine and one program that starts in this block starts no processes that are useless to it.
-
-    Args:
-        ray: the module.
-        worker_path: the script for its worker processes; None: Ray's own.
-        starting: to be entered around the start of each process.
-        dashboard: whether the dashboard was requested. Otherwise Ray would still start its process, with
-            nothing to serve, and wait for it; and that of the autoscaler.
-        local: it listens on 127.0.0.1 alone; Ray replaces that address, where it is given, by another one.
-
-    Yields:
-        A list for the sockets that reserve ports for the agents of that Ray, which may bind them much later. The
-        code that ends that Ray closes them.
-    """
-
-    def start_alone(start_process: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(start_process)
-        def start(*args: Any, **options: Any) -> Any:
-            with starting:
-                return start_process(*args, **options)
-
-        return start
-
-    path, no_monitor = _with_default("worker_path", worker_path), _with_default("no_monitor", not dashboard)
-    reserved: list[socket.socket] = []
-    with contextlib.ExitStack() as put_back:
-        if local:
-            put_back.callback(_replace(ray, "_private.ray_constants.ENABLE_RAY_CLUSTER", lambda _: False))
-        put_back.callback(_replace(ray, "_private.parameter.RayParams.__init__(worker_path)", path))
-        put_back.callback(_replace(ray, "_private.parameter.RayParams.__init__(no_monitor)", no_monitor))
-        put_back.callback(_replace(ray, "_private.services.start_ray_process", start_alone))
-        if not dashboard:
-            put_back.callback(
-                _replace(ray, "_private.services.start_api_server", lambda _: lambda *_, **__: (None, None))
-            )
-        needed = (
-            "_raylet.persist_port",  # versions without it do not wait for these files
-            "_private.services.start_raylet(node_id)",
-            "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT",
-        )
-        if all(_found(ray, name) is not None for name in needed):
-            with_ports = functools.partial(functools.partial, _start_raylet_with_ports, ray, reserved)
-            put_back.callback(_replace(ray, "_private.services.start_raylet(session_dir)", with_ports))
-        yield reserved
-
-
-def _with_default(argument: str, value: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives an argument of a function another default."""
-
-    def changed(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            return function(*args, **{argument: value, **options})
-
-        return call
-
-    return changed
-
-
-def _start_raylet_with_ports(
-    ray: ModuleType, reserved: list[socket.socket], start_raylet: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
-    """Starts a node's raylet with ports for its agents, in the files in which it looks for them.
-
-    Without these files it waits until the agents have written them, and aborts after 15 s. On a busy machine the agents
-    need longer than that for their imports.
-    """
-    call = inspect.signature(start_raylet).bind(*args, **options)
-    chosen = call.arguments
-    missing = _found(ray, "_private.utils.get_dashboard_dependency_error")
-    unused = DASHBOARD_PORTS if missing is not None and missing() is not None else ()
-    open_ = None, 0, _found(ray, "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT")
-    persist_port = _found(ray, "_raylet.persist_port")
-    for name in AGENT_PORTS:
-        if name not in unused and chosen.get(name) in open_:
-            reserved.append(socket.socket())
-            reserved[-1].bind(("", 0))
-            reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # agents bind with this option as well
-            chosen[name] = reserved[-1].getsockname()[1]
-        port = -1 if name in unused else chosen[name]  # what the dashboard's agent writes if its packages are missing
-        persist_port(chosen["session_dir"], chosen["node_id"], name, port)
-    return start_raylet(*call.args, **call.kwargs)
 
 
 def wrapped_loader_classes() -> tuple[type, ...]:

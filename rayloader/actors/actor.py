@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ from rayloader.actors import session
 from rayloader.actors._compat_ray import on_completed, said_of_end
 from rayloader.actors.image import Image
 from rayloader.actors.room import demand
-from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
 from rayloader.protocol import WorkerAddress
 from rayloader.workers.connection import NONE_YET, Channel, Mailbox, NeverStarts, Process, Started
@@ -167,15 +165,11 @@ class Actor(Process):
 
     @override
     def cause(self, error: Exception | None) -> str:
-        """How the process has ended: as torch says it, if that is known; and what Ray knows beyond that."""
+        """How the process has ended, as far as Ray knows it."""
         with contextlib.suppress(NeverStarts):
             self.has_started()  # notes the address
-        where = self.address
-        code = session.exit_code(where.pid) if where is not None and where.hostname == socket.gethostname() else None
-        known = [] if code is None else [exit_in_words(code)]
-        if error is not None and (said := said_of_end(str(error))):
-            known.append(f"Ray says: {said}" if known else said)
-        return "; ".join(known) or "its process has ended; neither a signal nor an exit code is known"
+        said = said_of_end(str(error)) if error is not None else ""
+        return said or "its process has ended; neither a signal nor an exit code is known"
 
     @override
     def has_started(self) -> bool:

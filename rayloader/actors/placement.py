@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from rayloader.actors import room, session
+from rayloader.actors import room, session, start
 from rayloader.actors._compat_ray import node_first
 from rayloader.actors.actor import Actor
 from rayloader.actors.cluster import ASK_LIMIT_S, INTERVAL_S, Cluster
@@ -57,7 +57,7 @@ class Placement:
         Asks Ray what there is, for all that follows.
         """
         status = self._cluster.ask()
-        ours = status is not None and any(session.OVERSUBSCRIBE_RESOURCE in node.total for node in status.nodes)
+        ours = status is not None and any(start.OVERSUBSCRIBE_RESOURCE in node.total for node in status.nodes)
         return {"enable_task_events": False, "num_cpus": 0 if ours else 1, **remote_args}
 
     def where(self, options: dict[str, Any], count: int, starting: int) -> list[tuple[dict[str, Any], bool | None]]:

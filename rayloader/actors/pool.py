@@ -34,8 +34,9 @@ from rayloader.actors.demand import Demand
 from rayloader.actors.lifetimes import Lifetimes
 from rayloader.actors.placement import MOVE_PATIENCE_S, Draining, Placement
 from rayloader.actors.process import WorkerProcess
+from rayloader.actors.start import SessionName
 from rayloader.errors import RaySessionError, add_note
-from rayloader.interrupts import TICK_S, Bell, DaemonThread, new_lock
+from rayloader.interrupts import new_lock
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
 from rayloader.workers import ray_use
 from rayloader.workers.connection import NeverStarts
@@ -48,7 +49,7 @@ leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their
 class Pool:
     """The actors of this process in one Ray session."""
 
-    def __init__(self, session_name: session.SessionName) -> None:
+    def __init__(self, session_name: SessionName) -> None:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(self.session_alive)
@@ -250,7 +251,6 @@ def _key(remote_args: dict[str, Any]) -> bytes:
 
 _pool: Pool | None = None
 _pool_lock = new_lock(reentrant=False)
-_failure: BaseException | None = None  # of `init`, not yet raised
 _abandoned: Any = None  # what the parent of this forked process owns
 
 
@@ -264,15 +264,11 @@ def get_pool() -> Pool:
     Raises:
         RaySessionError: Ray cannot be used from here.
     """
-    global _failure
     with _pool_lock:
-        failure, _failure = _failure, None
-        if failure is not None:
-            raise failure
         return _get_pool(session.ensure())
 
 
-def _get_pool(session_name: session.SessionName) -> Pool:
+def _get_pool(session_name: SessionName) -> Pool:
     """Does the work of `get_pool`, under the lock."""
     global _pool
     janitor.start()
@@ -284,34 +280,17 @@ def _get_pool(session_name: session.SessionName) -> Pool:
 
 
 def init(num_workers: int, remote_args: dict[str, Any], ray_options: dict[str, Any]) -> None:
-    """Starts Ray and actors in a thread that holds the lock: callers that need the pool wait for it."""
-    session.check_names(ray_options)
-    session.check_options(ray_options)
-    ray_use.asked = True
-    lock, has_lock = _pool_lock, Bell()
-
-    def prepare() -> None:
-        global _failure
-        with lock:
-            has_lock.ring()
-            try:
-                pool = _get_pool(session.ensure(ray_options, ahead=True))
-                if num_workers:
-                    pool.prepare(remote_args, num_workers)
-            except BaseException as error:  # any error: it is raised where the pool is needed
-                _failure = error
-
-    thread = DaemonThread(prepare, "rayloader-init")
-    thread.start()
-    while thread.is_alive() and not has_lock.wait(TICK_S):
-        pass
+    """Starts Ray, or joins the one that runs, and creates actors in advance; does not wait until these run."""
+    with _pool_lock:
+        pool = _get_pool(session.ensure(ray_options))
+        ray_use.asked = True
+        pool.prepare(remote_args, num_workers)
 
 
 def shutdown() -> None:
     """Stops every actor of this process, and Ray if it was started for them. Live iterators raise afterwards."""
-    global _pool, _failure
+    global _pool
     with _pool_lock:
-        _failure = None
         if _pool is not None:
             _pool.shutdown()
             _pool = None
@@ -322,9 +301,9 @@ def shutdown() -> None:
 
 def _forget_after_fork() -> None:
     """A forked child has neither our threads nor Ray's: it must not touch the parent's actors."""
-    global _pool, _pool_lock, _abandoned, _failure
+    global _pool, _pool_lock, _abandoned
     _abandoned = _pool  # kept: dropping its references would call Ray
-    _pool, _pool_lock, _failure = None, new_lock(reentrant=False), None
+    _pool, _pool_lock = None, new_lock(reentrant=False)
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -27,7 +27,14 @@ import ray
 from ray.exceptions import RayError
 from typing_extensions import override
 
-from rayloader._compat import Identity, has_finalizers, run_finalizers, take_identity
+from rayloader._compat import (
+    Identity,
+    end_tracker,
+    has_finalizers,
+    keep_freed_memory,
+    run_finalizers,
+    take_identity,
+)
 from rayloader.actors import session, tcp_line
 from rayloader.actors._compat_ray import set_process_title
 from rayloader.actors.image import Image, ImageAddress, decode_replica, image_from_content, open_image
@@ -93,6 +100,11 @@ class WorkerProcess:
         # starts would have that from here, and could not be ended by it.
         signal.signal(signal.SIGINT, _nothing)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        # Out of the process group that Ray has given this process: if that is killed, Ray kills the group, and with it
+        # the resource tracker, before this has removed the shared memory that user code has created.
+        with contextlib.suppress(OSError):
+            os.setpgid(0, os.getpgid(os.getppid()))
+        keep_freed_memory()
         exit_without_callbacks()
         self._hosting = ActorHosting()
         # The image this process holds for its node, with the name of the driver's image it was copied from.
@@ -185,8 +197,9 @@ class WorkerProcess:
         return has_finalizers()
 
     def end(self) -> None:
-        """Finalizes what user code has left to the end of the process, which is killed then."""
+        """Finalizes what user code has left to the end of the process, which is killed then, with its children."""
         run_finalizers()
+        end_tracker()
 
 
 def _nothing(*_: object) -> None:

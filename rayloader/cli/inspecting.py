@@ -18,7 +18,7 @@ from rayloader.resume.state import State
 Key = Annotated[str, typer.Option(help="which state, if there are several: its place in the file, as loaders.train")]
 _LONG = 600  # characters of a part of a state that are printed
 
-Source = Annotated[Path, typer.Argument(help="a checkpoint or JSON file with a state", show_default=False)]
+Source = Annotated[Path, typer.Argument(help="a checkpoint with a state", show_default=False)]
 
 
 def show(source: Source, key: Key = "", as_json: AsJson = False) -> None:

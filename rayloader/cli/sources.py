@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import pickle
 import sys
@@ -91,7 +90,7 @@ def load(path: str | Path, key: str = "") -> list[dict[str, Any]]:
     """The state that the file holds, or those of all ranks.
 
     Args:
-        path: of a JSON file, or of one that `torch.save` has written.
+        path: of a file that `torch.save` has written.
         key: which one, if it holds several: where in a checkpoint the state lies, as names and numbers with dots in
             between.
 
@@ -112,13 +111,8 @@ def load(path: str | Path, key: str = "") -> list[dict[str, Any]]:
 
 
 def _content(path: Path) -> Any:
-    """The object in a file of JSON, or of `torch.save`."""
+    """The object in a file of `torch.save`."""
     is_zip = zipfile.is_zipfile(path)
-    if not is_zip:
-        try:
-            return json.loads(path.read_bytes())
-        except ValueError:  # no JSON, or no text
-            pass
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
@@ -133,7 +127,7 @@ def _content(path: Path) -> Any:
 
 
 def _unknown(path: Path) -> SourceError:
-    return SourceError(f"{path} is neither JSON, nor a file of torch.save")
+    return SourceError(f"{path} is not a file of torch.save")
 
 
 def _states(content: Any) -> Iterator[tuple[str, Any]]:
@@ -163,10 +157,10 @@ def _are_ranks(obj: Any) -> bool:
     if not isinstance(obj, (list, tuple)) or len(obj) < 2 or not all(map(_is_state, obj)):
         return False
     try:
-        ranks = [State.load(one).fits[-2:] for one in obj]
+        ranks = [State.load(one).fits for one in obj]
     except StateError:  # each of them is shown, or refused, by itself
         return False
-    return set(ranks) == {(len(obj), rank) for rank in range(len(obj))}
+    return {(fits.num_replicas, fits.rank) for fits in ranks} == {(len(obj), rank) for rank in range(len(obj))}
 
 
 def _chosen(found: dict[str, Any], path: Path, key: str) -> Any:

@@ -33,7 +33,7 @@ from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
 from rayloader.resume.skips import AllBut, SkipSteps
 from rayloader.resume.snapshot import has_state
-from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream, tasks_in
+from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream
 from rayloader.task import Task
 from rayloader.transport import codec, pickler, raw
 
@@ -260,7 +260,7 @@ def _planned(loader: Any, state: State, step: int) -> _Plan:
         )
     worker_id = step % count
     mine = range(start + (worker_id - start) % count, step + 1, count)
-    again = 0 if place is None else len(tasks_in(place.workers[worker_id].replay))
+    again = 0 if place is None else len(place.workers[worker_id].replay)
     skipped = sum(epoch == state.epoch and one in mine for epoch, one in state.skip_steps)
     state = _with_workers(state, lambda number: None if number == worker_id else SavedWorker())
     skips = AllBut(mine, step + 1, worker_id, state.skip_steps)

@@ -53,8 +53,8 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         StateError: the state of the dataset or the sampler could not be saved.
     """
     if position is None:
-        skips, asked = SkipSteps(loader.skip_steps).in_order, loader._torchs_epoch is not None
-        return _state(loader, Samplers(loader), num_workers, skip_steps=skips, asked=asked).pack()
+        skips = SkipSteps(loader.skip_steps).in_order
+        return _state(loader, Samplers(loader), num_workers, skip_steps=skips).pack()
     samplers, place = position.samplers_of(loader), None
     with position.lock:
         stateful = position.stateful
@@ -77,16 +77,14 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         epoch=epoch,
         skip_steps=skips,
         stateful=stateful,
-        asked=True,
     )
     return state.pack(kept_of(position).parts)
 
 
 def still(loader: Any, state: State) -> dict[str, Any]:
     """The state of a loader that has loaded one, and has not begun to iterate since."""
-    told = state.sampler
     loaded = None if state.process is None else state.process.dataset
-    program = _state(loader, Samplers(loader), state.num_workers, loaded=loaded, stateful=told.tells, asked=told.asked)
+    program = _state(loader, Samplers(loader), state.num_workers, loaded=loaded, stateful=state.sampler.tells)
     return state._replace(now=program.now, sampler=program.sampler, process=program.process).pack()
 
 
@@ -100,7 +98,6 @@ def _state(
     epoch: int = 0,
     skip_steps: tuple[Step, ...] = (),
     stateful: bool = False,
-    asked: bool = False,
 ) -> State:
     """The state of a loader at this place.
 
@@ -113,7 +110,6 @@ def _state(
         epoch: see `State`.
         skip_steps: see `State`.
         stateful: whether the sampler has a state.
-        asked: see `SamplerState`.
     """
     own = samplers.own_state()
     if own.error:
@@ -122,7 +118,7 @@ def _state(
         num_workers,
         _fits(loader, samplers),
         samplers.random(),
-        samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None), asked=asked),
+        samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None)),
         None if loader.num_workers else capture(loader, loaded),
         place,
         epoch=epoch,
@@ -147,7 +143,7 @@ def load(loader: Any, state: State | list[State]) -> State:
     samplers = LoadedSamplers(loader)
     if isinstance(state, list):
         state = redealt(loader, samplers, state)
-    progress = _check(loader, samplers, state)
+    state = _checked(loader, samplers, state)
     _check_workers(loader, state, loader.num_workers)
     before = RandomState.capture([])
     try:
@@ -158,12 +154,10 @@ def load(loader: Any, state: State | list[State]) -> State:
         else:
             samplers.load(state.sampler.own)
         with as_saved():
-            samplers.restore(state.moment, progress)
+            samplers.move_to(state.moment)
     except Exception:  # the user's own load_state_dict() may raise anything
         before.restore([])
         raise
-    if state.is_between_epochs and state.sampler.asked and not state.sampler.tells:
-        _warn_of_more(loader, samplers)
     return state
 
 
@@ -257,8 +251,7 @@ def redealt(loader: Any, samplers: LoadedSamplers, states: list[State]) -> State
             "a list of states is for a loader that is one rank's, with num_replicas and rank, or with torch's "
             "DistributedSampler; load the one state of this loader"
         )
-    for state in states:
-        _check(loader, samplers, state, any_rank=True)
+    states = [_checked(loader, samplers, state, any_rank=True) for state in states]
     states = sorted(states, key=lambda state: state.fits.rank or 0)
     ranks, worlds = [state.fits.rank for state in states], {state.fits.num_replicas for state in states}
     if worlds != {len(states)} or ranks != [*range(len(states))]:
@@ -320,11 +313,17 @@ def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[
 
 
 @as_saved()
-def _check(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: bool = False) -> list[list[str]]:
-    """Raises StateError unless the state fits the loader; with `any_rank` it may be another rank's.
+def _checked(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: bool = False) -> State:
+    """The state with the arguments of the loader's own samplers, so that other ones show in the indices.
 
-    Returns:
-        For each of the loader's samplers, the attributes that the state restores.
+    Args:
+        loader: that loads it.
+        samplers: of the loader.
+        state: as it was saved.
+        any_rank: whether it may be another rank's.
+
+    Raises:
+        StateError: it does not fit the loader.
     """
     saved = state.fits._asdict()
     for name, value in _fits(loader, samplers)._asdict().items():
@@ -340,11 +339,27 @@ def _check(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: boo
             f"the state is of workers that had random generators in the module {unknown[0]}, and a state imports "
             "nothing: it must be one of the program's own modules, and imported; import it before load_state_dict()"
         )
-    moves = samplers.check(state.moment, state.sampler, any_rank=any_rank)
+    names = samplers.check(state.moment, state.sampler)
     for start in () if state.begin is None else state.begin.starts:
         samplers.check_attributes(start.moment)
         samplers.check_attributes(start.drawing or start.moment)
-    return moves
+
+    def with_arguments(begin: EpochBegin) -> EpochBegin:
+        starts = [
+            start._replace(
+                moment=samplers.with_arguments(start.moment, names),
+                drawing=start.drawing and samplers.with_arguments(start.drawing, names),
+            )
+            for start in begin.starts
+        ]
+        return begin._replace(starts=tuple(starts))
+
+    now = samplers.with_arguments(state.moment, names)
+    return state._replace(
+        sampler=state.sampler._replace(attributes=now.attributes),
+        position=state.position and state.position._replace(begin=with_arguments(state.position.begin)),
+        redeal=state.redeal and with_arguments(state.redeal),
+    )
 
 
 def _fits(loader: Any, samplers: Samplers) -> Fits:
@@ -368,18 +383,6 @@ def _length(loader: Any) -> int | None:
         return None if loader._dataset_kind else len(loader.dataset)
     except TypeError:  # a map-style dataset need not have a length
         return None
-
-
-def _warn_of_more(loader: Any, samplers: LoadedSamplers) -> None:
-    """In the middle of an epoch a sampler that does not reproduce its draws is an error; here nothing is drawn."""
-    if samplers.keep_more(loader.dataset, [] if loader.num_workers else generators_of(loader)):
-        warnings.warn(
-            f"the sampler ({samplers.name}) gives another order each time that it is asked, with the same random "
-            "generators, numbers, texts and booleans: what else its order depends on (or what __slots__ hold) is not "
-            "in the state, so the next epoch may have another order than in the saved run; give the sampler "
-            "state_dict() and load_state_dict(), or set_epoch() by which it draws",
-            stacklevel=4,
-        )
 
 
 # ---- without workers: what does the work in this process

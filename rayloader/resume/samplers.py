@@ -97,14 +97,12 @@ class SamplerState(NamedTuple):
         attributes: as in `Moment`.
         progress: for each sampler, the attributes that had changed since a loader first had it.
         tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
-        asked: whether the loader had begun an epoch.
     """
 
     own: bytes | None
     attributes: tuple[dict[str, Any], ...]
     progress: tuple[tuple[str, ...], ...]
     tells: bool
-    asked: bool
 
 
 class Start(NamedTuple):
@@ -325,11 +323,11 @@ class Samplers:
         """Whether the sampler, or its iterator, has a state_dict."""
         return has_state(iterator) or self._stateful is not None
 
-    def state(self, own: bytes | None, *, tells: bool, asked: bool) -> SamplerState:
+    def state(self, own: bytes | None, *, tells: bool) -> SamplerState:
         """The samplers, for a state; the last one as long as `are_of` says that nothing has changed since."""
         last = self._last_state
-        if last is None or (last.own, last.tells, last.asked) != (own, tells, asked):
-            self._last_state = last = SamplerState(own, self.attributes(), self.progress(), tells, asked)
+        if last is None or (last.own, last.tells) != (own, tells):
+            self._last_state = last = SamplerState(own, self.attributes(), self.progress(), tells)
         return last
 
     def own_state(self) -> OwnState:

@@ -29,8 +29,6 @@ from rayloader.resume.state import (
     SavedWorker,
     WorkerStart,
     as_saved,
-    tasks_in,
-    text_of_tasks,
 )
 from rayloader.task import Task
 from rayloader.transport import codec
@@ -90,9 +88,10 @@ class _LastWorker:
                 raise StateError(f"a worker's dataset could not save its state:\n{journal.base.error}")
             note_modules(start.located)
         if tasks is not known[3]:
-            replay, count = "", 0
+            replay, count = (), 0
         newest_first = itertools.islice(reversed(tasks.values()), len(tasks) - count)
-        worker = SavedWorker(start, journal.remembers, replay + text_of_tasks([*newest_first][::-1]))
+        more = [(task.task_id, task.digest) for task in newest_first][::-1]
+        worker = SavedWorker(start, journal.remembers, (*replay, *more))  # type: ignore[arg-type]  # they are taken
         count = len(tasks)
         self._worker, self._made_of, self._count = worker, made_of, count  # no interrupt comes in between
         return worker
@@ -171,15 +170,14 @@ def move_to(position: Position, saved: SavedPlace) -> Any:
     position.delivered, position.skipped, position.finished = saved.delivered, saved.skipped, saved.finished
     position._ahead = dict.fromkeys(saved.ahead, saved.checksum)
     position.stateful = any(start.own != OwnState() for start in position.starts)
-    replays = [tasks_in(worker.replay) for worker in saved.workers]
-    told: dict[int, codec.Encoded | None] = {task_id: None for replay in replays for task_id, _ in replay}
+    told: dict[int, codec.Encoded | None] = {id_: None for worker in saved.workers for id_, _ in worker.replay}
     iterator = iter(()) if position.finished and not told else _draw_again(position, saved, told)
-    for journal, worker, replay in zip(position.journals, saved.workers, replays, strict=True):
+    for journal, worker in zip(position.journals, saved.workers, strict=True):
         base = worker.start.state
         if base is not None:  # later tasks come after what it has built, whatever their numbers
             base = base._replace(last_task=min(base.last_task, position.next_task - 1))
         # Without order a worker may be ahead of what was drawn again; then nothing depends on its earlier batches.
-        known = [(task_id, told[task_id], digest) for task_id, digest in replay]
+        known = [(task_id, told[task_id], digest) for task_id, digest in worker.replay]
         again = [Task(number, Drawn(indices, 0), digest=digest) for number, indices, digest in known if indices]
         journal.starts_at(base, again)
         if worker.start.before is not None:

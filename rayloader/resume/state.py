@@ -1,26 +1,23 @@
 """What a state holds: its records, their plain form, and the one place where it is checked.
 
-Promise: `State.load(state.pack())` is the same state, also after JSON or `torch.save`; what is foreign, incomplete or
-of another version is refused. Nobody else reads what `state_dict()` returned. Its form is a dict of the fields of
-`State`, in types that JSON knows, except for what a dataset's or sampler's own `state_dict` returns; records inside are
-tuples of their fields.
+Promise: `State.load(state.pack())` is the same state, also after `torch.save` and `torch.load(weights_only=True)`; what
+is foreign, incomplete or of another version is refused. Nobody else reads what `state_dict()` returned. It is a dict of
+the fields of `State`, and so are the records inside: of primitives, bytes and tensors, except for what a dataset's or
+sampler's own `state_dict` returns.
 
 NOTE [Same parts]. Some frameworks request a state before every batch, and most of a state is unchanged since the last
-batch. What stays the same is packed once (`Parts`). All states share it if nobody can change it, such as a text or a
-tuple of texts.
+batch. What stays the same is packed once (`Parts`), and all states share it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
 import pickle
 import platform
 import reprlib
-import struct
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,8 +26,8 @@ import numpy as np
 import torch
 
 from rayloader import plain_state
+from rayloader._version import __version__
 from rayloader.errors import StateError, unfit
-from rayloader.plain_state import bytes_of, text_of
 from rayloader.random.generators import Located
 from rayloader.random.packed import checked
 from rayloader.random.packed import pack as pack_random
@@ -44,16 +41,20 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Step, Task
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 16
+FORMAT, VERSION = "rayloader", 17
 # What a state of an earlier version would continue otherwise, by the version that has changed it.
 CHANGED = {16: 'seeding="batch" draws other random numbers'}
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 _TORCHDATAS = {"_snapshot", "_sampler_iter_yielded"}  # of which the states of torchdata's loader have one
 TAKEN = "_num_yielded"
-VERSIONS = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+VERSIONS = {
+    "rayloader": __version__,
+    "python": platform.python_version(),
+    "torch": str(torch.__version__),
+    "numpy": np.__version__,
+}
 
-_TASK = struct.Struct("<qI")  # its number, and the digest of the delivered batch
 _T = TypeVar("_T")
 
 
@@ -130,16 +131,6 @@ class Stream:
     iterator: Any = None
 
 
-def text_of_tasks(tasks: Iterable[Task]) -> str:
-    """Tasks that a worker builds again, with the digests of the delivered batches; such texts can be joined."""
-    return text_of(b"".join([_TASK.pack(task.task_id, task.digest) for task in tasks]))
-
-
-def tasks_in(text: str) -> list[tuple[int, int]]:
-    """The inverse."""
-    return [*_TASK.iter_unpack(bytes_of(text))]
-
-
 class WorkerStart(NamedTuple):
     """Where another process starts that continues a worker, and how it is proven that it arrives there."""
 
@@ -160,12 +151,12 @@ class SavedWorker(NamedTuple):
     Attributes:
         start: where another process starts.
         remembers: see `Journal.remembers`.
-        replay: what it builds again from there: a text of `text_of_tasks`.
+        replay: what it builds again from there: numbers of tasks, with the digests of the delivered batches.
     """
 
     start: WorkerStart = WorkerStart()
     remembers: bool = False
-    replay: str = ""
+    replay: tuple[tuple[int, int], ...] = ()
 
 
 class SavedPlace(NamedTuple):
@@ -211,12 +202,12 @@ class Parts:
     """The parts of one object's states, each valid as long as its source stays the same; see NOTE [Same parts]."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Any, Any, bool]] = {}
+        self._known: dict[Hashable, tuple[Any, Any]] = {}
 
     def part(
         self, name: Hashable, source: _T, pack: Callable[[_T], Any], same: Callable[[_T, _T], bool] = operator.is_
     ) -> Any:
-        """The part with this name, for one state: no other sees what the program changes in it.
+        """The part with this name.
 
         Args:
             name: of the part.
@@ -226,10 +217,8 @@ class Parts:
         """
         known = self._known.get(name)
         if known is None or not same(source, known[0]):
-            packed = pack(source)
-            self._known[name] = known = source, packed, copy.deepcopy(packed) is packed
-        _, packed, is_constant = known
-        return packed if is_constant else copy.deepcopy(packed)
+            self._known[name] = known = source, pack(source)
+        return known[1]
 
 
 @contextlib.contextmanager
@@ -308,7 +297,9 @@ class State(NamedTuple):
     @property
     def mark(self) -> int:
         """A number that tells this state from those of other places in the stream, and of other runs."""
-        place = None if self.position is None else (self.position.begin.base_seed, *self.position[3:])
+        place = self.position
+        if place is not None:
+            place = place._replace(begin=EpochBegin(place.begin.base_seed), stream=None, workers=())
         return zlib.crc32(repr((self.num_workers, self.fits, pack_random(self.now), place)).encode())
 
     def pack(self, parts: Parts | None = None) -> dict[str, Any]:
@@ -348,8 +339,10 @@ class State(NamedTuple):
         if (version := packed.get("version")) != VERSION:
             since = [what for number, what in CHANGED.items() if isinstance(version, int) and version < number]
             why = f", in which {', '.join(since)}" if since else ""
+            wrote = packed["versions"].get("rayloader", "") if isinstance(packed.get("versions"), dict) else ""
             raise StateError(
-                f"the state has version {version!r}, this rayloader reads {VERSION}{why}; use the one that wrote it"
+                f"the state has version {version!r}, this rayloader reads {VERSION}{why}; load it with the rayloader "
+                f"that wrote it{wrote and f', {wrote}'}"
             )
         if missing := sorted({*cls._fields, TAKEN} - packed.keys()):
             raise StateError(
@@ -357,7 +350,7 @@ class State(NamedTuple):
                 "saved"
             )
         with as_saved():
-            state: State = _STATE.unpack([packed[name] for name in cls._fields])
+            state: State = _STATE.unpack(packed)
             if state.position is not None and len(state.position.workers) != state.num_workers:
                 raise unfit("num_workers", f"that of its workers, {len(state.position.workers)}", state.num_workers)
         if (dispatched := packed[TAKEN]) != state.taken:
@@ -394,11 +387,11 @@ def _each(form: _Form) -> _Form:
 
 
 def _record(kind: Any, **forms: _Form) -> _Form:
-    """The fields in order: those named here in their forms, and the others as they are."""
-    ways = [forms.get(name) or _plain(kind, name) for name in kind._fields]
+    """The fields by name: those named here in their forms, and the others as they are."""
+    ways = {name: forms.get(name) or _plain(kind, name) for name in kind._fields}
     return _Form(
-        lambda record: tuple([form.pack(value) for form, value in zip(ways, record, strict=True)]),
-        lambda packed: kind(*(form.unpack(value) for form, value in zip(ways, packed, strict=True))),
+        lambda record: {name: form.pack(getattr(record, name)) for name, form in ways.items()},
+        lambda packed: kind(**{name: form.unpack(packed[name]) for name, form in ways.items()}),
     )
 
 
@@ -421,10 +414,6 @@ def _whole(value: Any, name: str = "numbers", least: int = 0) -> int:
     return value
 
 
-def _tuples(values: Any) -> Any:
-    return tuple(map(_tuples, values)) if isinstance(values, (list, tuple)) else values
-
-
 def _unpack_simple(packed: Any) -> dict[str, Any]:
     """Simple attributes of a sampler, whose other attributes are not for a state to set."""
     simple = dict(packed)
@@ -433,9 +422,10 @@ def _unpack_simple(packed: Any) -> dict[str, Any]:
     return simple
 
 
-def _unpack_step(packed: Any) -> Step:
-    epoch, step = map(_whole, packed)
-    return epoch, step
+def _unpack_names(packed: Any) -> tuple[str, ...]:
+    if not {*map(type, packed)} <= {str}:
+        raise unfit("progress", "names of attributes", packed)
+    return tuple(packed)
 
 
 def _unpack_versions(packed: Any) -> dict[str, str]:
@@ -459,59 +449,72 @@ def _unpack_object(packed: dict[str, Any]) -> bytes:
     return told
 
 
-def _pack_entry(entry: Task | Resumed) -> tuple[Any, ...]:
+def _pack_entry(entry: Task | Resumed) -> dict[str, Any]:
     if isinstance(entry, Resumed):
-        return "begun", *entry
-    return "given", entry.task_id, plain_state.pack(entry.indices.indices), entry.digest
+        return _RESUMED.pack(entry)  # type: ignore[no-any-return]
+    return {"task_id": entry.task_id, "indices": plain_state.pack(entry.indices.indices), "digest": entry.digest}
 
 
-def _unpack_entry(packed: tuple[Any, ...]) -> Task | Resumed:
-    kind, *values = packed
-    if kind == "begun":
-        return Resumed(*_RESUMED.unpack(values))
-    task_id, indices, digest = values
-    drawn = Drawn(codec.encode(plain_state.unpack(indices)), 0)
-    return Task(_whole(task_id), drawn, digest=None if digest is None else _whole(digest))
+def _unpack_entry(packed: dict[str, Any]) -> Task | Resumed:
+    if "task_id" not in packed:
+        resumed: Resumed = _RESUMED.unpack(packed)
+        return resumed
+    digest, drawn = packed["digest"], Drawn(codec.encode(plain_state.unpack(packed["indices"])), 0)
+    return Task(_whole(packed["task_id"]), drawn, digest=None if digest is None else _whole(digest))
 
 
 def _packed_place(place: SavedPlace, parts: Parts) -> dict[str, Any]:
-    begin, stream = parts.part("begin", place.begin, _BEGIN.pack), None
-    if (one := place.stream) is not None:
-        stream = parts.part("stream", one.begin, _maybe(_RANDOM).pack), _OBJECT.pack(one.told), one.digest, one.ended
-    workers = [
-        (parts.part(number, start, _WORKER_START.pack), remembers, replay)
-        for number, (start, remembers, replay) in enumerate(place.workers)
-    ]
-    return dict(zip(SavedPlace._fields, (begin, stream, workers, *place[3:]), strict=True))
+    stream = place.stream
+    return {
+        **place._asdict(),
+        "begin": parts.part("begin", place.begin, _BEGIN.pack),
+        "stream": None
+        if stream is None
+        else {
+            "begin": parts.part("stream", stream.begin, _maybe(_RANDOM).pack),
+            "told": _OBJECT.pack(stream.told),
+            "digest": stream.digest,
+            "ended": stream.ended,
+        },
+        "workers": [
+            {**worker._asdict(), "start": parts.part(number, worker.start, _WORKER_START.pack)}
+            for number, worker in enumerate(place.workers)
+        ],
+    }
+
+
+def _unpack_stream(packed: dict[str, Any]) -> Stream:
+    return Stream(
+        _maybe(_RANDOM).unpack(packed["begin"]),
+        _OBJECT.unpack(packed["told"]),
+        _whole(packed["digest"]),
+        packed["ended"] is True,
+    )
 
 
 def _unpacked_place(packed: dict[str, Any]) -> SavedPlace:
-    begin, stream, workers, ahead, *counts = map(packed.__getitem__, SavedPlace._fields)
-    if stream is not None:
-        random, told, digest, ended = stream
-        stream = Stream(_maybe(_RANDOM).unpack(random), _OBJECT.unpack(told), _whole(digest), ended is True)
-    plain = [_plain(SavedPlace, name) for name in SavedPlace._fields[4:]]
-    counts = [form.unpack(count) for form, count in zip(plain, counts, strict=True)]
-    ahead = tuple(map(_whole, ahead))
-    place = SavedPlace(_BEGIN.unpack(begin), stream, tuple(map(_WORKER.unpack, workers)), ahead, *counts)
+    place: SavedPlace = _PLACE.unpack(packed)
     if not place.begin.starts or place.next_worker >= max(1, len(place.workers)):
         raise unfit("next_worker", "one of the workers, in an epoch with a start", place.next_worker)
-    for worker in place.workers:
-        tasks_in(worker.replay)
     return place
+
+
+def _unpack_pair(packed: Any) -> tuple[int, int]:
+    first, second = map(_whole, packed)
+    return first, second
 
 
 _SIMPLE = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, type(None))}
 _LEAST = {"last_task": -1, "dataset_epoch": -(2**63)}  # of the numbers that may be negative
-_PLAIN = _Form(*[lambda value: value] * 2)
 _OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
 _RANDOM = _Form(pack_random, lambda packed: checked(unpack_random(packed)))
-_ATTRIBUTES = _each(_Form(lambda simple: tuple(simple.items()), _unpack_simple))
-_STAGES = _each(_Form(lambda stage: _tuples(stage.taken), _unpack_stage))
+_ATTRIBUTES = _each(_Form(dict, _unpack_simple))
+_PAIRS = _each(_Form(tuple, _unpack_pair))
+_STAGES = _each(_Form(lambda stage: stage.taken, _unpack_stage))
 _RESUMED = _record(Resumed)
 _FITS = _record(Fits)
 _MOMENT = _record(Moment, random=_RANDOM, attributes=_ATTRIBUTES)
-_SAMPLER = _record(SamplerState, own=_OBJECT, attributes=_ATTRIBUTES, progress=_Form(_tuples, _tuples))
+_SAMPLER = _record(SamplerState, own=_OBJECT, attributes=_ATTRIBUTES, progress=_each(_Form(tuple, _unpack_names)))
 _PROCESS = _record(LocalState, random=_RANDOM, dataset=_OBJECT)
 _START = _record(
     Start,
@@ -524,15 +527,22 @@ _BEGIN = _record(EpochBegin, starts=_each(_START), stages=_STAGES)
 _SNAPSHOT = _maybe(_record(WorkerState, random=_RANDOM, begin=_maybe(_RANDOM), dataset=_OBJECT, iterator=_OBJECT))
 _BEFORE = _maybe(_record(Before, state=_SNAPSHOT, entries=_each(_Form(_pack_entry, _unpack_entry))))
 _WORKER_START = _record(WorkerStart, state=_SNAPSHOT, before=_BEFORE)
-_WORKER = _record(SavedWorker, start=_WORKER_START)
+_WORKER = _record(SavedWorker, start=_WORKER_START, replay=_PAIRS)
+_PLACE = _record(
+    SavedPlace,
+    begin=_BEGIN,
+    stream=_maybe(_Form(dict, _unpack_stream)),
+    workers=_each(_WORKER),
+    ahead=_each(_Form(int, _whole)),
+)
 _STATE = _record(
     State,
     fits=_FITS,
     now=_RANDOM,
     sampler=_SAMPLER,
     process=_maybe(_PROCESS),
-    position=_maybe(_Form(_PLAIN.pack, _unpacked_place)),  # `State.pack` packs it
-    skip_steps=_each(_Form(tuple, _unpack_step)),
+    position=_maybe(_Form(dict, _unpacked_place)),  # `State.pack` packs it
+    skip_steps=_PAIRS,
     versions=_Form(dict, _unpack_versions),
     redeal=_maybe(_BEGIN),
 )

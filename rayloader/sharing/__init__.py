@@ -1,1 +1,1 @@
-"""One pipeline for many consumers: how far each has read, the process that hosts the loader, and the link to it."""
+"""One pipeline for many consumers: the actor that hosts the loader, and its readers."""

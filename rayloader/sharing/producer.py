@@ -1,16 +1,26 @@
-"""The process that hosts a shared loader: produces each batch once, and gives it to every consumer.
+"""The actor of a share: it iterates over the loader, and hands out references to the batches. And the calls to it.
 
-Promise: the batches are those that the loader would have given in the program that shared it. Each is encoded once. Its
-bytes stay where the loader's worker has built them; without workers they are copied, because the dataset may write to
-them again. An error of the loader takes the place of its batch.
+Promise: the batches are those that the loader would have given in the program that shared it. Each is built, encoded
+and stored once, in Ray's object store. An error takes the place of its batch. If this file's own code fails, the
+process ends: otherwise the consumers would wait for ever.
 
-The ledger decides what is produced when, and what is kept. Every waiting consumer gets an answer: a batch, the end of
-the epoch, or an error. Over its line a consumer gets its batches in order, each once, before it asks for them one by
-one, and never more than it has room for. What the socket does not accept is sent when it does. All else that a consumer
-asks for is a Ray call.
+Threads: Ray runs the actor's methods on the event loop, which alone touches the window. The loader lives on one further
+thread, `rayloader-producer`.
 
-Threads: Ray runs the methods on the event loop, which alone touches the ledger and the lines. The loader lives on one
-further thread, `rayloader-producer`: the `HostedLoader`.
+NOTE [Items]. The items of an epoch are its batches and then its end, and each has its `Place`. A consumer at a place
+has taken all items before it; at GONE it was dropped. The front is the place of the next item to be stored.
+
+NOTE [Bundles]. What one batch costs of Ray, a hundred of its size would: some milliseconds of CPU for a call, a
+reference and an object. So items that come at once are a bundle, at most half as many as may be kept. The next ones are
+made as soon as there is room for so many. No item waits for another one longer than AT_ONCE_S: a dataset may wait for
+the trainer. A bundle is kept until all consumers have taken all of it, so the fastest may be at least half a window
+ahead of the slowest, and never more than one.
+
+NOTE [Leaving]. A consumer leaves when it is closed or nothing refers to it any more, and some time after the end of its
+process: until then another one may join in its place. A consumer that has left is not waited for, and cannot come back.
+None must be dropped because it is slow, however slow it is. So each brings a promise: the reference to its call of
+`hold`, which never ends. Ray answers that with an error once the process or the node that has made the call is dead,
+and asks the node for that: a process that only does not answer, in a debugger for instance, is not taken for dead.
 """
 
 from __future__ import annotations
@@ -22,476 +32,354 @@ import logging
 import os
 import pickle
 import sys
-import time
-import traceback
-import uuid
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from operator import length_hint
+from typing import Any, NamedTuple
 
-import cloudpickle
 import ray
+from ray.exceptions import RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing_extensions import override
 
-from rayloader.actors import session, tcp_line
-from rayloader.actors.image import decode_replica, open_image
-from rayloader.errors import ConsumerDroppedError, ShareError, StateError, add_note
-from rayloader.options import is_whole
+from rayloader.actors import session
+from rayloader.actors._compat_ray import on_completed
+from rayloader.actors.actor import RayAnswer, wait_for
+from rayloader.actors.image import Contents, Image, decode_replica, open_image
+from rayloader.actors.replica import Source, module_folders
+from rayloader.errors import RaySessionError, ShareError, StateError, add_note
+from rayloader.interrupts import Bell
 from rayloader.protocol import Caught, carried
-from rayloader.sharing.ledger import END, Ledger, Place, PlacesLeft, Step
-from rayloader.sharing.messages import (
-    REFUSALS,
-    Connection,
-    Kind,
-    Pipeline,
-    Terms,
-    Wants,
-    for_line,
-    packed_content,
-)
-from rayloader.transport import codec, unpicklable
-from rayloader.transport.lanes import Recycled, in_message
-from rayloader.transport.line import Line, Message
-from rayloader.transport.memory_file import MemoryFileError
-from rayloader.transport.raw import new_memory
+from rayloader.random.generators import RECORDED
+from rayloader.random.random_state import RandomState
+from rayloader.transport import codec, raw, unpicklable
+from rayloader.transport.lanes import in_message
 
-_T = TypeVar("_T")
 logger = logging.getLogger("rayloader")
+_NAMESPACE = "rayloader-shares"  # independent of those of the programs that meet in one Ray
+_MOST_CALLS = 1 << 20  # that the producer answers at once; Ray's default is 1000
+_FOR_EVER_S = 1e9  # a lock takes no infinite time
+# For so many seconds items are collected before they are stored; see NOTE [Bundles].
+AT_ONCE_S = 0.02
 
 
-class _Outbox:
-    """A consumer's line: what it is still to be sent.
+class Place(NamedTuple):
+    """The place before an item; see NOTE [Items]."""
 
-    Args:
-        rank: of the consumer.
-        connection: its number.
-        line: to it, connected.
-        hear: called when something has come, or the line has ended.
-    """
+    epoch: int
+    number: int
 
-    def __init__(self, rank: int, connection: int, line: Line, hear: Callable[[_Outbox], None]) -> None:
-        self.rank, self.connection, self.line = rank, connection, line
-        self.series = -1
-        self.place: Place | None = None  # of the batch that is sent next; None: there is none
-        self.until = 0  # number after the last batch to send for now
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = line.descriptor
-        self._loop.add_reader(self._descriptor, hear, self)
 
-    def send(self, body: Message) -> None:
-        """Sends the next batch, or what is in its place."""
-        assert self.place is not None
-        self.line.send(for_line(self.series, self.place.number, body))
-        if self.line.unsent:
-            self._loop.add_writer(self._descriptor, self._send_rest)
-        self.place = self.place._replace(number=self.place.number + 1)
+GONE = Place(sys.maxsize, 0)
 
-    def end(self, kind: Kind, payload: object = None) -> None:
-        """Sends this in place of the next batch, and none after it."""
-        self.send(packed_content(kind, payload))
-        self.place = None
 
-    def _send_rest(self) -> None:
-        self.line.flush()
-        if not self.line.unsent:
-            self._loop.remove_writer(self._descriptor)
+class Terms(NamedTuple):
+    """How a loader is shared."""
 
-    def close(self) -> None:
-        """Ends the line."""
-        self._loop.remove_reader(self._descriptor)
-        self._loop.remove_writer(self._descriptor)
-        self.place = None
-        self.line.close()
+    name: str
+    consumers: int
+    buffer: int  # items
+    restart_timeout: float  # seconds for which the others wait for a consumer whose process has ended
+    behind: int  # so many items of the first epoch precede the consumers' first one
+    place: tuple[int, int]  # of that
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A consumer."""
+
+    place: Place
+    connection: int = 0  # counts those that have joined as this consumer: only the last one reads
 
 
 class Producer:
-    """The actor of one share. A consumer's calls begin with its rank and the number of its connection.
+    """The actor of one share."""
 
-    What a call raises reaches the caller: one of `REFUSALS`, a LineError where no line is possible, or the error with
-    which the loader could not be opened.
-    """
-
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: Terms, source: Source, rng: RandomState) -> None:
         # Blocking calls are made only in the thread, which Ray does not see.
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
-        self._terms = terms
-        self._share = uuid.uuid4().hex
-        self._ledger = Ledger(terms.consumers, terms.buffer, terms.buffer_bytes)
-        self._connections = [0] * terms.consumers  # number of the newest one
-        self._outboxes: list[_Outbox] = []
-        self._sampler_epochs: dict[int, int | None] = {}  # by epoch: what the first consumer had set
+        sys.path[:] = [*source.sys_path, *(entry for entry in sys.path if entry not in source.sys_path)]
+        self._loader: Any = decode_replica(*open_image(source.image), source.carried, "loader")
+        rng.restore([])
+        self._terms, self._half = terms, terms.buffer // 2 or 1
+        self._readers = [_Reader(Place(*terms.place)) for _ in range(terms.consumers)]
+        self._front = Place(terms.place[0], terms.place[1] - terms.behind)
+        # Bundles, in order: by their first place, the next one, and the reference.
+        self._window: dict[Place, tuple[Place, Any]] = {}
+        self._fresh: list[Any] = []  # items to be stored, from the front on
+        self._begun: dict[int, int | None] = {}  # epochs, and what the consumer that began one gave to `set_epoch`
         self._changed = asyncio.Event()  # replaced with each change
-        self._failure: BaseException | None = None  # of this file's own code: then everything stops
-        self._opened = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None  # produces
-        self._hosted = HostedLoader(terms.name, terms.buffer_bytes)  # only in the thread
         self._thread = ThreadPoolExecutor(1, "rayloader-producer")
+        self._epoch, self._items = -1, iter(())  # of the thread
+        self._noted = self._front.number, self._state()  # the loader's state before that item
+        self._known = terms.consumers, length_hint(self._loader, -1), terms.place, self._noted
 
-    async def open(self, pipeline: Pipeline) -> bool:
-        """For the owner: opens the loader; False if that requires the image's contents."""
-        if not await self._in_thread(self._hosted.open, pipeline):
-            return False
-        self._task = asyncio.get_running_loop().create_task(self._produce())
-        self._opened.set()
-        return True
+    async def start(self) -> None:
+        """For the owner: the loader is open, and will be iterated."""
+        self._producing = asyncio.create_task(self._produce())
+        self._producing.add_done_callback(_end_process)
 
     # ---- for the consumers
 
-    async def connect(self, rank: int) -> Connection:
-        """Makes the caller this consumer, and replaces the previous one; waits until the loader is open."""
-        await self._opened.wait()
-        number = self._terms.consumers
-        if not is_whole(rank) or not 0 <= rank < number:
-            raise ValueError(
-                f"rank must be a whole number from 0 to {number - 1}, got {rank!r}: this share has {number} consumers, "
-                "numbered from 0"
-            )
-        self._connections[rank] += 1
-        self._check(rank, self._connections[rank])
-        self._tell()
-        return Connection(
-            self._share,
-            self._connections[rank],
-            number,
-            *self._ledger.place_of(rank),
-            self._hosted.length,
-            *self._hosted.pinning,
-            self._terms.origin,
-        )
+    async def hold(self) -> None:
+        """Never ends; see NOTE [Leaving]."""
+        await asyncio.Event().wait()
 
-    async def attach(self, rank: int, connection: int, address: tcp_line.TcpAddress) -> None:
-        """Sends this consumer's batches over a line from now on; raises LineError where there can be none."""
-        self._check(rank, connection)
-        line = await asyncio.get_running_loop().run_in_executor(None, tcp_line.connect, address, new_memory)
-        for outbox in [one for one in self._outboxes if (one.rank, one.connection) == (rank, connection)]:
-            self._hang_up(outbox)
-        self._outboxes.append(_Outbox(rank, connection, line, self._hear))
+    async def join(self, rank: int, promise: list[Any]) -> tuple[Any, ...]:
+        """Makes the caller this consumer, in place of the last one; returns what it must know of the share."""
+        if rank not in range(len(self._readers)):
+            raise ValueError(f"rank must be a whole number from 0 to {len(self._readers) - 1}, got {rank!r}")
+        reader, loop = self._readers[rank], asyncio.get_running_loop()
+        if reader.place == GONE:
+            raise ShareError(f"consumer {rank} of this share has left; share the loader again, with state=")
+        reader.connection += 1
+        # Ray needs the promise until it has told of its end.
+        left = functools.partial(self._left, reader, reader.connection, promise)
+        later = functools.partial(loop.call_later, self._terms.restart_timeout, left)
 
-    async def held_up_by(self) -> list[int]:
-        """The consumers that the others wait for."""
-        return self._ledger.held_up_by()
+        def ended(_: object) -> None:  # in one of Ray's threads
+            loop.call_soon_threadsafe(later)
 
-    async def state(self, rank: int, connection: int, epoch: int, taken: int) -> tuple[int, int, Any, int]:
-        """The newest state of the loader that is not after a consumer's place, and how many batches lie between them.
+        on_completed(promise[0], ended)
+        return *self._known, reader.place, reader.connection
 
-        Before these comes that place, as `Ledger.place_of` tells it.
+    async def read(self, rank: int, connection: int, place: Place, number: int, set_to: int | None) -> list[Any]:
+        """A consumer has got to a place, and asks for the items of that epoch from a number on.
+
+        Returns:
+            A reference to the bundle: a state of the loader, with its number; the number of the first item; and the
+            items, each the fields of a `Wire`, or a state for the end.
         """
-        while True:
-            self._check(rank, connection)
-            self._ledger.reach(rank, Place(epoch, taken))
-            place = self._ledger.place_of(rank)
-            states = await self._in_thread(lambda: dict(self._hosted.states))
-            if before := [known for known in states if known.epoch == place.epoch and known <= place]:
-                break
-            await self._changed.wait()  # all have broken off the epoch before; this one is about to begin
-        state = states[before[-1]]
-        if isinstance(state, BaseException):
-            raise state
-        return (*place, state, place.number - before[-1].number)
+        at = Place(place[0], number)
+        if set_to not in (None, begun := self._begun.setdefault(at.epoch, set_to)):
+            raise ValueError(f"set_epoch({set_to}) differs from another consumer's, {begun}; give all the same number")
+        await self.reach(rank, connection, place)
+        while at >= self._front and at >= self._readers[rank].place:
+            await self._changed.wait()
+        for begin, (end, ref) in self._window.items():
+            if begin <= at < end:
+                return [await ref]
+        raise ShareError(f"batch {number} of epoch {at.epoch} is no longer kept; call iter() again")
 
-    async def seek(self, rank: int, connection: int, epoch: int, taken: int) -> None:
-        """The consumer continues at this place."""
-        self._check(rank, connection)
-        if not self._ledger.seek(rank, Place(epoch, taken)):
-            raise StateError(
-                f"the state is of batch {taken} of epoch {epoch}, which all consumers have taken and the producer no "
-                "longer keeps; to go back that far, load the state's entry 'loader' into the loader and share it again"
-            )
+    async def reach(self, rank: int, connection: int, place: Place) -> None:
+        """A consumer has got to a place."""
+        reader = self._reader(rank, connection)
+        reader.place = max(reader.place, Place(*place))
         self._tell()
 
     async def leave(self, rank: int, connection: int) -> None:
         """The consumer needs no more batches."""
-        self._check(rank, connection)
-        self._ledger.leave(rank, "it was closed")
-        self._tell()
+        self._left(self._readers[rank], connection)
 
-    def _check(self, rank: int, connection: int) -> None:
-        """Raises the reason why the consumer gets nothing, if there is one."""
-        name = self._terms.name
-        if self._failure is not None:
-            text = "".join(traceback.format_exception(self._failure))
-            raise ShareError(f"the producer of the share {name!r} has failed:\n{text}")
-        if connection != self._connections[rank]:
-            raise ShareError(
-                f"consumer {rank} of the share {name!r} is another object or process by now, which has connected with "
-                "the same rank; give each consumer a rank of its own"
+    def _left(self, reader: _Reader, connection: int, *_: object) -> None:
+        if reader.connection == connection and reader.place != GONE:  # otherwise another one has joined in its place
+            logger.warning(
+                "rayloader: consumer %d of the share %r has left", self._readers.index(reader), self._terms.name
             )
-        if why := self._ledger.gone(rank):
-            place = self._ledger.place_of(rank)
-            raise ConsumerDroppedError(
-                f"consumer {rank} of the share {name!r} reads no more: {why}; it had taken {place.number} batches of "
-                f"epoch {place.epoch}. Share the loader again, with a longer consumer_timeout if that was it"
-            )
-
-    # ---- over lines
-
-    def _hear(self, outbox: _Outbox) -> None:
-        """A consumer has said something, or has gone."""
-        with self._failing():
-            for message in outbox.line.receive():
-                self._heard(outbox, pickle.loads(message))  # type: ignore[arg-type] # no parcels
-            if outbox.line.ended:
-                self._hang_up(outbox)
-                ended = outbox.rank, outbox.connection
-                asyncio.get_running_loop().call_later(self._terms.absence, self._give_up, *ended)
+            reader.place = GONE
             self._tell()
 
-    def _give_up(self, rank: int, connection: int) -> None:
-        """Waits no longer for a consumer whose line has ended, unless it has connected again, or was closed."""
-        lines = [(one.rank, one.connection) for one in self._outboxes]
-        if connection == self._connections[rank] and (rank, connection) not in lines and not self._ledger.gone(rank):
-            self._leave(rank, f"its process ended {self._terms.absence:g} s ago, and none came instead")
-            self._tell()
-
-    def _leave(self, rank: int, why: str) -> None:
-        self._ledger.leave(rank, why)
-        logger.warning("rayloader: consumer %d of the share %r reads no more: %s", rank, self._terms.name, why)
-
-    def _heard(self, outbox: _Outbox, wants: Wants) -> None:
-        if wants.series != outbox.series:
-            outbox.series, outbox.place = wants.series, Place(wants.epoch, wants.first)
-        outbox.until = wants.until
-        try:
-            self._check(outbox.rank, outbox.connection)
-            self._check_sampler_epoch(wants)
-        except REFUSALS as error:
-            if outbox.place is not None:
-                outbox.end(Kind.REFUSED, error)
-            return
-        self._ledger.reach(outbox.rank, Place(wants.epoch, wants.taken))
-        self._ledger.ask(outbox.rank, Place(wants.epoch, wants.until - 1))
-
-    def _check_sampler_epoch(self, wants: Wants) -> None:
-        """What the first consumer that begins an epoch says of the sampler's epoch, that of the others must equal."""
-        first = self._sampler_epochs.setdefault(wants.epoch, wants.sampler_epoch)
-        if wants.sampler_epoch is not None and first != wants.sampler_epoch:
-            raise ValueError(
-                f"set_epoch({wants.sampler_epoch}) differs from what the consumer that began this epoch had set, which "
-                f"is {first}; call set_epoch with the same number in all consumers, before each epoch"
-            )
-
-    def _send(self, outbox: _Outbox) -> None:
-        """Sends what a consumer has room for, as far as it is produced."""
-        while outbox.place is not None and outbox.place.number < outbox.until:
-            try:
-                self._check(outbox.rank, outbox.connection)
-            except REFUSALS as error:
-                outbox.end(Kind.REFUSED, error)
-                break
-            found = self._ledger.find(outbox.place)
-            if found is None:
-                break
-            if found is END:
-                outbox.end(Kind.END)
-            else:
-                outbox.send(found)
-
-    def _hang_up(self, outbox: _Outbox) -> None:
-        outbox.close()
-        self._outboxes.remove(outbox)
+    def _reader(self, rank: int, connection: int) -> _Reader:
+        reader = self._readers[rank]
+        if reader.connection != connection or reader.place == GONE:
+            raise ShareError(f"consumer {rank} of this share was closed, or another one has joined with its rank")
+        return reader
 
     # ---- producing
 
+    def _is_wanted(self) -> bool:
+        kept = sum(end.number - begin.number for begin, (end, _) in self._window.items())
+        return self._front.epoch in self._begun and self._terms.buffer - kept >= self._half
+
     def _tell(self) -> None:
-        """Something has changed: wakes all waiting calls, and sends what can be sent."""
+        """Something has changed: drops what is not needed, and wakes whoever waits."""
+        slowest = min(reader.place for reader in self._readers)
+        self._window = {begin: bundle for begin, bundle in self._window.items() if bundle[0] > slowest}
+        self._begun = {epoch: set_to for epoch, set_to in self._begun.items() if epoch >= slowest.epoch}
+        if self._front.epoch < slowest.epoch < GONE.epoch:  # all have broken the epoch off
+            self._front = Place(slowest.epoch, 0)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        for outbox in self._outboxes:
-            self._send(outbox)
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Tells all consumers if own code fails, for otherwise they would wait for ever."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = error
-            self._tell()
-            raise
-
-    async def _in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def _produce(self) -> None:
-        with self._failing():
-            while True:
-                await self._go_on()
-                self._tell()
+        loop = asyncio.get_running_loop()
+        while True:
+            while not self._is_wanted():
+                await self._changed.wait()
+            at = self._front
+            work = loop.run_in_executor(self._thread, self._make, at, self._begun[at.epoch])
+            while not work.done():
+                await asyncio.wait([work], timeout=AT_ONCE_S)
+                self._store(at.epoch)
+            work.result()
 
-    async def _go_on(self) -> None:
-        """Does the next step, or waits until there is one."""
-        ledger = self._ledger
-        step = ledger.step()
-        if step is Step.WAIT:
-            await self._wait()
-        elif step is Step.BEGIN:
-            epoch = ledger.front.epoch + 1
-            ledger.begin()
-            for past in [past for past in self._sampler_epochs if past < ledger.lowest.epoch]:
-                del self._sampler_epochs[past]
-            error = await self._in_thread(self._hosted.begin, epoch, self._sampler_epochs.get(epoch))
-            if error is not None:
-                ledger.add(*error)
-                ledger.end()
-        else:
-            loop = asyncio.get_running_loop()
-
-            def give(produced: tuple[Message, int] | None) -> None:  # in the thread
-                loop.call_soon_threadsafe(self._take_in, produced)
-
-            await self._in_thread(self._hosted.produce, ledger.front, ledger.lowest, ledger.room, give)
-
-    def _take_in(self, produced: tuple[Message, int] | None) -> None:
-        """The next batch is there; None: the epoch has no more."""
-        with self._failing():
-            if produced is None:
-                self._ledger.end()
-            else:
-                self._ledger.add(*produced)
+    def _store(self, epoch: int) -> None:
+        begin, items = self._front, [*self._fresh]
+        del self._fresh[: len(items)]
+        if items and begin.epoch == epoch:  # otherwise all have broken it off meanwhile
+            end = Place(epoch, begin.number + len(items))
+            put = asyncio.get_running_loop().run_in_executor(None, ray.put, (self._noted, begin.number, items))
+            self._window[begin] = end, put
+            self._front = Place(epoch + 1, 0) if type(items[-1]) is bytes else end
             self._tell()
 
-    async def _wait(self) -> None:
-        """Waits until something changes; drops consumers that have kept the others waiting for too long."""
-        timeout, changed = self._terms.consumer_timeout, self._changed
-        if timeout is None or not self._ledger.held_up_by():
-            await changed.wait()
-            return
-        try:
-            await asyncio.wait_for(self._until_freed(self._ledger.lowest), timeout)
-        except TimeoutError:
-            for rank in self._ledger.held_up_by():
-                self._leave(rank, f"the others had waited for it for {timeout:g} s")
+    # ---- in the thread
 
-    async def _until_freed(self, lowest: Place) -> None:
-        while self._ledger.lowest == lowest and self._ledger.held_up_by():
-            await self._changed.wait()
-
-
-# For how many seconds batches are produced without a look at what the consumers do.
-_AT_ONCE_S = 0.001
-# The share of its time that the producer may spend on states of the loader, for the consumers' `state_dict()`.
-STATE_SHARE = 0.01
-
-
-class HostedLoader:
-    """The loader of one share.
-
-    Args:
-        name: of the share.
-        kept_bytes: how many bytes of batches the share keeps, besides those that the loader prefetches.
-
-    Attributes:
-        length: batches in an epoch; or why there is no length.
-        pinning: its pin_memory and pin_memory_device, which the consumers carry out.
-        states: of the loader at some places, or the error in place of one; oldest first. They start with the newest
-            that is not after the slowest consumer's place.
-    """
-
-    def __init__(self, name: str, kept_bytes: int) -> None:
-        self._name, self._kept_bytes = name, kept_bytes
-        self.length: int | str = 0
-        self.pinning = False, ""
-        self.states: dict[Place, Any] = {}
-        self._loader: Any = None
-        self._iterator: Iterator[Any] = iter(())
-        self._copies: Recycled | None = None  # without workers
-        self._began = self._spent = 0.0  # time.perf_counter(); seconds spent on states
-
-    def open(self, pipeline: Pipeline) -> bool:
-        """Opens the loader; False if that requires the image's contents. Raises the errors of unpickling it."""
-        here = pipeline.node_id == session.node_id()
-        sys.path[:] = [*pipeline.sys_path, *(entry for entry in sys.path if entry not in pipeline.sys_path)]
-        content = ray.get(pipeline.content[0]) if pipeline.content is not None else None
-        try:
-            opened = open_image(pipeline.image, here=here, content=content)
-        except MemoryFileError:
-            return False
-        self._loader = loader = decode_replica(*opened, pipeline.carried, "loader")
-        self.pinning = bool(loader.pin_memory), loader.pin_memory_device
-        loader.pin_memory = False  # the consumers pin batches
-        self._copies = Recycled() if loader.num_workers == 0 else None
-        pipeline.random.restore([])
-        try:
-            self.length = len(self._loader)
-        except TypeError as error:
-            self.length = str(error)
-        self._began = time.perf_counter()
-        self._note_state(Place(0, 0))
-        return True
-
-    def begin(self, epoch: int, sampler_epoch: int | None) -> tuple[Message, int] | None:
-        """Begins to iterate; returns the error if that fails, in the form of a batch."""
-        loader = self._loader
-        try:
-            if sampler_epoch is not None:
-                loader.set_epoch(sampler_epoch)
-            self._iterator = iter(loader)
-        except Exception as error:  # of the user's objects or the loader: the consumers get it
-            self._iterator = iter(())
-            return self._as_error(error)
-        self._note_state(Place(epoch, 0))
-        return None
-
-    def produce(
-        self, front: Place, lowest: Place, room: PlacesLeft, give: Callable[[tuple[Message, int] | None], object]
-    ) -> None:
-        """Gives the consumers' batches from the front on, and the bytes of each; None after the last batch.
-
-        They are one, or as many as fit in `room` if they come at once: meanwhile nothing can be asked of the loader,
-        nor does it notice that nobody reads any more.
-        """
-        until, nbytes = time.perf_counter() + _AT_ONCE_S, 0
-        for number in range(front.number, front.number + room.batches):
-            found = self._next(Place(front.epoch, number), lowest)
-            give(found)
-            if found is None or (nbytes := nbytes + found[1]) >= room.nbytes or time.perf_counter() >= until:
+    def _make(self, at: Place, set_to: int | None) -> None:
+        """Makes the next items, as many as a bundle may have, up to the end of the epoch."""
+        if at.epoch != self._epoch:
+            self._epoch = at.epoch
+            try:
+                if set_to is not None:
+                    self._loader.set_epoch(set_to)
+                self._items = iter(self._loader)
+            except Exception as error:  # of the user's objects or the loader: it is all that the epoch has
+                self._items = map(_raise, [error])
+        self._noted = at.number, self._state()
+        item: Any = None
+        for _ in range(self._half):
+            try:
+                item = self._encoded(next(self._items))
+            except StopIteration:
+                item = self._state()
+            except Exception as error:  # as above, and of the user's own pickling
+                caught = Caught(error, f"in the share {self._terms.name!r}")
+                caught.drop_types(self._encoded)
+                item = self._encoded(caught)
+            self._fresh.append(item)
+            if type(item) is bytes:
                 break
 
-    def _next(self, front: Place, lowest: Place) -> tuple[Message, int] | None:
+    def _state(self) -> bytes:
+        """The loader's state; an error in its place is raised in the consumer that asks for it."""
         try:
-            batch = next(self._iterator)
-        except StopIteration:
-            self._note_state(Place(front.epoch + 1, 0))
-            return None
-        except Exception as error:  # of the user's objects or the loader
-            found = self._as_error(error)
+            return pickle.dumps(self._loader.state_dict())
+        except Exception as error:
+            return pickle.dumps(StateError(str(error)))
+
+    def _encoded(self, batch: Any) -> tuple[Any, ...]:
+        encoded = codec.encode(batch, carry=carried())
+        if not self._loader.num_workers:  # the dataset may write to that memory when it is asked for the next batch
+            encoded = encoded._replace(buffers=[raw.copied(buffer) for buffer in encoded.buffers])
+        return in_message(encoded)
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _end_process(task: asyncio.Task[None]) -> None:
+    task.print_stack()
+    os._exit(1)
+
+
+# ---- the calls
+
+
+class Bundle(RayAnswer):
+    """A bundle that was asked for: it is brought to this node at once, before the user needs it.
+
+    Args:
+        ref: of the call of `Producer.read`.
+        bell: rung when it has come.
+    """
+
+    def __init__(self, ref: Any, bell: Bell) -> None:
+        self._bell = bell
+        super().__init__(ref)
+
+    @override
+    def _note(self, value: Any) -> None:  # in one of Ray's threads
+        if isinstance(value, list):
+            super().__init__(value[0])
         else:
-            found = self._as_batch(batch)
-        if self._spent < STATE_SHARE * (time.perf_counter() - self._began):
-            self._note_state(Place(front.epoch, front.number + 1))
-        needed = [place for place in self.states if place <= lowest][-1:]
-        for place in [place for place in self.states if needed and place < needed[0]]:
-            del self.states[place]
-        return found
+            super()._note(value)
+            self._bell.ring()
 
-    def _note_state(self, place: Place) -> None:
-        began = time.perf_counter()
-        try:
-            self.states[place] = self._loader.state_dict()
-        except Exception as error:  # raised in the consumer that asks for it
-            self.states[place] = error if isinstance(error, StateError) else StateError(str(error))
-        self._spent += time.perf_counter() - began
 
-    def _as_batch(self, batch: Any) -> tuple[Message, int]:
-        try:
-            encoded = codec.encode(batch, carry=carried())
-        except Exception as error:  # of the user's own pickling
-            unpicklable.note_batch(error, batch, functools.partial(codec.encode, carry=carried()))
-            return self._as_error(error)
-        if self._copies is not None:
-            encoded = encoded._replace(buffers=[self._copies.copy(buffer) for buffer in encoded.buffers])
-        if encoded.carried:
-            return self._as_error(
-                TypeError("a batch of a shared loader must not refer to Ray's objects; call ray.get() in collate_fn")
-            )
-        return packed_content(Kind.BATCH, in_message(encoded), tcp_line.TcpLine.apart), encoded.nbytes
+class Calls:
+    """The calls of one process to a producer.
 
-    def _as_error(self, error: Exception) -> tuple[Message, int]:
-        if self._loader.num_workers == 0:  # with workers, the traceback is in the text already
-            add_note(error, "".join(traceback.format_tb(error.__traceback__)))
-        try:
-            pickled = cloudpickle.dumps(error)
-            pickle.loads(pickled)
-        except Exception:  # the pickling of its type may raise anything
-            caught = Caught(error, f"in the producer of the share {self._name!r}")
-            pickled = pickle.dumps(RuntimeError(caught.text))
-        return packed_content(Kind.ERROR, pickled), len(pickled)
+    Args:
+        producer: the actor.
+        name: of the share.
+    """
+
+    bundle = Bundle
+
+    def __init__(self, producer: Any, name: str) -> None:
+        self._session, self._pid = session.ensure(), os.getpid()
+        self.producer, self.name = producer, name
+
+    def is_live(self) -> bool:
+        """Whether Ray may be called: this is the process, and the session."""
+        return os.getpid() == self._pid and session.current() == self._session
+
+    def check(self) -> None:
+        """Raises RaySessionError if Ray may not be called."""
+        if not self.is_live():
+            raise RaySessionError(f"the share {self.name!r} is of another process, or of a Ray that was shut down")
+
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Makes a call; returns the reference to its answer."""
+        self.check()
+        return getattr(self.producer, method).remote(*arguments)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What the producer answers to a call; raises as `checked` does."""
+        return self.checked(wait_for([self.begin(method, *arguments)], 1, _FOR_EVER_S)[0])
+
+    def checked(self, answer: Any) -> Any:
+        """An answer, unless it is an error.
+
+        Raises:
+            Exception: the call has raised it.
+            ShareError: the producer is gone.
+        """
+        if isinstance(answer, RayTaskError):
+            raise (answer.cause if isinstance(answer.cause, Exception) else answer) from None
+        if isinstance(answer, Exception):
+            raise ShareError(f"the producer of the share {self.name!r} is gone; Ray said: {answer}") from answer
+        return answer
+
+    def leave(self, *consumer: int) -> None:
+        """A consumer needs nothing more."""
+        if self.is_live():
+            self.begin("leave", *consumer)
+
+    def end(self) -> None:
+        """Ends the producer, and with it the workers of its loader."""
+        if self.is_live():
+            ray.kill(self.producer)
+
+
+def start(loader: Any, terms: Terms) -> Calls:
+    """Starts the producer of a loader, on this node, where it opens what the program has written into memory files.
+
+    Raises:
+        ShareError: there is a share with that name, or the loader can't be unpickled there.
+        Exception: pickling the loader raises it.
+    """
+    if find(terms.name) is not None:
+        raise ShareError(f"there is a share {terms.name!r} in this Ray already; close it, or choose another name")
+    try:
+        encoded = codec.encode(loader, carry=carried(), replica=True, special=RECORDED)
+    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
+        add_note(error, f"It cannot be sent to the producer: {unpicklable.explain(loader.__dict__, 'loader')}")
+        raise
+    image = Image.write(Contents(encoded))  # lives until the loader is open
+    source = Source(session.node_id(), module_folders(), image.address, list(encoded.carried))
+    here = NodeAffinitySchedulingStrategy(session.node_id(), soft=False)
+    options = {"num_cpus": 0, "scheduling_strategy": here, "enable_task_events": False, "max_concurrency": _MOST_CALLS}
+    actor: Any = ray.remote(Producer).options(name=terms.name, namespace=_NAMESPACE, **options)
+    calls = Calls(actor.remote(terms, source, RandomState.capture([])), terms.name)
+    calls.ask("start")
+    return calls
+
+
+def find(name: str) -> Calls | None:
+    """The producer of that name, if there is one in this Ray, which is joined or started."""
+    session.ensure()
+    with contextlib.suppress(ValueError):
+        return Calls(ray.get_actor(name, _NAMESPACE), name)
+    return None

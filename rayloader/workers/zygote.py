@@ -45,7 +45,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from rayloader._compat import Identity, new_identity, run_as_process
+from rayloader._compat import Identity, keep_freed_memory, new_identity, run_as_process
 from rayloader.errors import WorkerStartError, warning_at_the_users_line
 from rayloader.interrupts import new_lock
 from rayloader.transport.line import SENDING, closers, poll
@@ -62,7 +62,6 @@ END_SECONDS = 5.0
 # takes longest is to fork a program with a lot of memory, and to wait a second for the end of a fork.
 SILENCE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MESSAGE_BYTES = 1 << 12  # more than any message has
 _CLOSED_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -377,9 +376,7 @@ def _forked(control: socket.socket, ends: list[int], *, collects: bool) -> int:
         control.close()
         # Not ignored, because what the user's code starts would ignore it too.
         signal.signal(signal.SIGINT, _nothing)
-        if hasattr(_libc, "mallopt"):  # of glibc: freed blocks are kept, for fresh pages are a loader's main cost
-            _libc.mallopt(_M_MMAP_MAX, 0)
-            _libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        keep_freed_memory()
         if collects:
             gc.enable()
     except BaseException:  # it must not go on as a zygote

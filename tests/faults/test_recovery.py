@@ -14,6 +14,7 @@ import rayloader
 from fault_points import BATCH_SIZE, DATASETS, POISONED, SAMPLES, STRUCK, Faults, epoch, kill, wait_for_exit, warned
 from pretended import pretend_accelerator
 from rayloader import DataLoader
+from rayloader.workers import ray_use
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -21,6 +22,12 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 MAP = pytest.param("map", marks=pytest.mark.full)
 ITERABLE = pytest.param("iterable", marks=pytest.mark.full)
 HANG_LIMIT = 500.0  # seconds; on expiry the loader raises and the test fails
+
+
+@pytest.fixture(params=["fork", pytest.param("ray", marks=pytest.mark.full)], autouse=True)
+def kind_of_workers(request, monkeypatch):
+    """Recovery knows no kind of workers. Where a test does not say which it means, they are forks, which start soon."""
+    monkeypatch.setattr(ray_use, "is_used", lambda: request.param == "ray")
 
 
 @pytest.fixture

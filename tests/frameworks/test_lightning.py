@@ -77,9 +77,8 @@ def test_a_consumer_of_a_share_is_read_from_its_first_batch_on_or_from_its_state
         for _, _ in zip(range(4), consumer, strict=False):
             pass
         state = consumer.state_dict()
-        consumer = share.consumer(0)
-        consumer.load_state_dict(state)
-        assert fitted(consumer, 2) == expected[4:]
+    with rayloader.share(loader(), consumers=1, state=state) as share:
+        assert fitted(share.consumer(0), 2) == expected[4:]
 
 
 def test_samples_are_dealt_out_to_the_ranks():

@@ -6,7 +6,6 @@ the object that goes on has another one, so that the same batches come only if i
 
 import io
 import itertools
-import json
 import os
 import random
 import sys
@@ -467,17 +466,15 @@ def hosted(arguments, processes, of=WORKERS, **options):
 
 
 def save(loader):
-    """The loader's state as a file holds it: of every second point one of torch's, else a JSON document."""
-    state, file = loader.state_dict(), io.BytesIO()
-    if state["_num_yielded"] % 2 and not isinstance(loader.dataset, Counting):  # its state holds a tensor
-        return json.dumps(state).encode()
-    torch.save(state, file)
+    """The loader's state as a file holds it."""
+    file = io.BytesIO()
+    torch.save(loader.state_dict(), file)
     return file.getvalue()
 
 
 def read(saved):
     """The state in a file."""
-    return json.loads(saved) if saved.startswith(b"{") else torch.load(io.BytesIO(saved), weights_only=True)
+    return torch.load(io.BytesIO(saved), weights_only=True)
 
 
 def plain(obj):

@@ -18,7 +18,7 @@ from inside import kill_worker, live_actor_pids
 from latches import Gate, Mail
 from probes import Calls, Stream, oversubscribed
 from rayloader import ReplayError
-from rayloader.resume.state import State, tasks_in
+from rayloader.resume.state import State
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 
@@ -455,7 +455,7 @@ def test_a_map_style_dataset_is_read_again_from_the_last_snapshot_on(tmp_path):
     loader = make(arguments, 2)
     loader.load_state_dict(read(saved))
     assert list(loader) == rest == list(range(25, 40))
-    again = [task_id for worker in State.load(read(saved)).position.workers for task_id, _ in tasks_in(worker.replay)]
+    again = [task_id for worker in State.load(read(saved)).position.workers for task_id, _ in worker.replay]
     assert sorted(map(int, mail.waiting())) == sorted(again + rest)
     assert {22, 23, 24} <= set(again) <= set(range(3, 25))  # of each worker the last one at least, to be compared
     mail.close()

@@ -1,13 +1,10 @@
 """Samplers of the user's that have no `state_dict`, in a state saved between two epochs.
 
-In the middle of an epoch its indices are drawn again and compared; here nothing is. What a sampler draws by is found in
-whatever place it is, or the sampler is warned of.
+In the middle of an epoch its indices are drawn again and compared; here nothing is.
 """
 
-import itertools
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -37,27 +34,6 @@ class Sized(Sampler):
 
     def __len__(self):
         return LENGTH
-
-
-class InSlots(Sized):
-    __slots__ = ("generator_of_mine",)
-
-    def __init__(self, data):
-        self.generator_of_mine = np.random.default_rng(0)
-
-    def __iter__(self):
-        return iter(self.generator_of_mine.permutation(LENGTH).tolist())
-
-
-class CountsInSlots(Sized):
-    __slots__ = ("count",)
-
-    def __init__(self, data):
-        self.count = 0
-
-    def __iter__(self):
-        self.count += 1
-        return iter(random.Random(self.count).sample(range(LENGTH), LENGTH))
 
 
 class OfTheClass(Sized):
@@ -106,44 +82,7 @@ def in_a_default(data):
     return InADefault()
 
 
-class InAList(Sized):
-    def __init__(self, data):
-        self.count = [0]
-
-    def __iter__(self):
-        self.count[0] += 1
-        return iter(random.Random(self.count[0]).sample(range(LENGTH), LENGTH))
-
-
-class InPlace(Sized):
-    def __init__(self, data):
-        self.order = list(range(LENGTH))
-
-    def __iter__(self):
-        random.shuffle(self.order)
-        return iter(self.order)
-
-
-class DeepInTheClass(Sized):
-    counts = itertools.count()
-
-    def __init__(self, data):
-        """Keeps nothing."""
-
-    def __iter__(self):
-        return iter(random.Random(next(self.counts)).sample(range(LENGTH), LENGTH))
-
-
-class Unseeded(Sized):
-    def __init__(self, data):
-        """Keeps nothing."""
-
-    def __iter__(self):
-        return iter(np.random.default_rng().permutation(LENGTH).tolist())
-
-
 RESTORED = [OfTheClass, OfTheModule]
-NOTICED = [InSlots, CountsInSlots, InAList, InPlace, DeepInTheClass, Unseeded, in_a_closure, in_a_default]
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
@@ -168,27 +107,6 @@ def test_the_next_epochs_have_the_orders_that_they_would_have_had(kind, num_work
     again = loader_of(kind, num_workers)
     again.load_state_dict(state)
     assert (read(again), read(again)) == rest
-
-
-@WORKERS
-@pytest.mark.parametrize("kind", NOTICED)
-def test_a_sampler_that_keeps_more_than_a_state_holds_is_warned_of(kind, num_workers):
-    loader = loader_of(kind, num_workers)
-    read(loader)
-    state = loader.state_dict()
-    again = loader_of(kind, num_workers)
-    name = type(again.sampler).__name__
-    with pytest.warns(UserWarning, match=rf"BatchSampler of {name}\) gives another order .*load_state_dict"):
-        again.load_state_dict(state)
-    assert again.state_dict()["sampler"] == state["sampler"]
-
-
-def test_one_that_draws_from_its_dataset_is_warned_of_where_the_dataset_is_the_workers():
-    loader, again = loader_of(OfItsData, 2), loader_of(OfItsData, 2)
-    read(loader)
-    state = loader.state_dict()
-    with pytest.warns(UserWarning, match=r"BatchSampler of OfItsData\) gives another order"):
-        again.load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", [OfItsData, in_a_closure, in_a_default])

@@ -1,5 +1,6 @@
 """Any batch of a run again: `DataLoader.batch_at` and `rayloader replay`, for runs of all kinds."""
 
+import copy
 import json
 import multiprocessing
 import os
@@ -35,7 +36,7 @@ class Run:
     """What a run has delivered, by epochs and steps, and all that it has saved."""
 
     def __init__(self, loader, epochs=2, save_after=(3, 6)):
-        self.epochs, self.states = [], [through_json(loader.state_dict())]
+        self.epochs, self.states = [], [copied(loader.state_dict())]
         for _ in range(epochs):
             steps, iterator = {}, iter(loader)
             while True:
@@ -47,13 +48,13 @@ class Run:
                     batch = error
                 steps[iterator.position.step_of(iterator.last_task.task_id)] = batch
                 if len(steps) in save_after:
-                    self.states.append(through_json(loader.state_dict()))
+                    self.states.append(copied(loader.state_dict()))
             self.epochs.append(steps)
-        self.states.append(through_json(loader.state_dict()))
+        self.states.append(copied(loader.state_dict()))
 
 
-def through_json(state):
-    return json.loads(json.dumps(state))
+def copied(state):
+    return copy.deepcopy(state)
 
 
 def loaded(states):
@@ -153,7 +154,7 @@ def test_without_workers_the_program_s_generators_need_a_state_from_right_before
     loader = data.make(num_workers=0)
     iterator = iter(loader)
     [next(iterator) for _ in range(3)]
-    state, fourth, fifth = through_json(loader.state_dict()), next(iterator), next(iterator)
+    state, fourth, fifth = copied(loader.state_dict()), next(iterator), next(iterator)
     assert same(again(num_workers=0).batch_at(0, 3, state=state), fourth)
     with pytest.raises(StateError, match="samples draw from the program's own random generators"):
         again(num_workers=0).batch_at(0, 4, state=state)
@@ -171,10 +172,10 @@ def test_nothing_of_the_program_changes(num_workers):
     loader = again(num_workers=num_workers, seeding="batch")
     iterator = iter(loader)
     first = next(iterator)
-    before = torch.get_rng_state(), random.getstate(), through_json(loader.state_dict())
+    before = torch.get_rng_state(), random.getstate(), repr(loader.state_dict())
     loader.batch_at(0, 5, state=run.states[0])
     assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), through_json(loader.state_dict()))
+    assert before[1:] == (random.getstate(), repr(loader.state_dict()))
     assert len([first, *iterator]) == len(loader)
 
 
@@ -207,7 +208,7 @@ def test_one_of_four_ranks_is_built_again_from_the_list_of_all_states(rank):
         data.seed(one)
         loader = data.of_rank(one, 4)
         iterator = iter(loader)
-        first, state = next(iterator), through_json(loader.state_dict())
+        first, state = next(iterator), copied(loader.state_dict())
         states.append(state)
         steps[one] = dict(enumerate([first, *iterator]))
     data.seed(9)
@@ -228,7 +229,7 @@ def test_a_run_that_was_resumed_with_a_step_left_out():
     loader = data.make(**FORKS)
     iterator = iter(loader)
     [next(iterator) for _ in range(3)]
-    state = through_json(loader.state_dict())
+    state = copied(loader.state_dict())
     spiked = [*iterator]
     resumed = again(skip_steps=[5])
     resumed.load_state_dict(state)
@@ -397,7 +398,7 @@ def saved(tmp_path):
     run = run_of(epochs=2)
     torch.save({"model": {}, "loader": run.states[1]}, tmp_path / "checkpoint.pt")
     [second] = [state for state in run.states if state["epoch"] == 1][:1]
-    (tmp_path / "second.json").write_text(json.dumps(second))
+    torch.save(second, tmp_path / "second.pt")
     return run
 
 
@@ -414,7 +415,7 @@ def test_the_command_builds_a_step_from_a_checkpoint(command, saved, tmp_path):
 
 
 def test_the_command_takes_the_state_of_the_epoch_and_prints_json(command, saved, tmp_path):
-    sources = tmp_path / "checkpoint.pt", tmp_path / "second.json"
+    sources = tmp_path / "checkpoint.pt", tmp_path / "second.pt"
     code, printed = command(*sources, "--loader", "replay_data:plain", "--step", 7, "--epoch", 1, "--json")
     found = json.loads(printed[printed.index("{") :])
     assert code == 0
@@ -428,9 +429,9 @@ def test_the_command_makes_the_loader_of_a_rank(command, tmp_path):
     loader = data.of_rank(3, 4)
     iterator = iter(loader)
     batches = [next(iterator)]
-    (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    torch.save(loader.state_dict(), tmp_path / "state.pt")
     batches += iterator
-    arguments = (tmp_path / "state.json", "--loader", "replay_data:of_rank", "--step", 2, "--save", tmp_path / "b.pt")
+    arguments = (tmp_path / "state.pt", "--loader", "replay_data:of_rank", "--step", 2, "--save", tmp_path / "b.pt")
     assert command(*arguments, "--rank", 3, "--world", 4)[0] == 0
     assert same(torch.load(tmp_path / "b.pt"), batches[2])
     assert "must be a function that takes rank and num_replicas" not in command(*arguments)[1]
@@ -459,22 +460,22 @@ def test_what_the_command_cannot_do_is_said_in_one_line(command, saved, tmp_path
     arguments, message = WRONG[case]
     if "--loader" not in arguments:
         arguments += "--loader", "replay_data:plain"
-    code, printed = command(tmp_path / "checkpoint.pt", tmp_path / "second.json", *arguments)
+    code, printed = command(tmp_path / "checkpoint.pt", tmp_path / "second.pt", *arguments)
     assert (code, message in printed) == (2, True), printed
 
 
 def test_a_rank_that_the_sources_are_not_of(command, tmp_path):
     data.seed(3)
-    (tmp_path / "state.json").write_text(json.dumps(data.of_rank(1, 4).state_dict()))
-    arguments = (tmp_path / "state.json", "--loader", "replay_data:of_rank", "--step", 2, "--rank", 3, "--world", 4)
+    torch.save(data.of_rank(1, 4).state_dict(), tmp_path / "state.pt")
+    arguments = (tmp_path / "state.pt", "--loader", "replay_data:of_rank", "--step", 2, "--rank", 3, "--world", 4)
     code, printed = command(*arguments)
     assert (code, "the sources are of ranks [1], and not of rank 3" in printed) == (2, True)
 
 
 def test_a_step_that_raised_raises_in_one_line(command, tmp_path):
-    path = tmp_path / "state.json"
+    path = tmp_path / "state.pt"
     run = run_of(data.Raising, epochs=1)
-    path.write_text(json.dumps(run.states[0]))
+    torch.save(run.states[0], path)
     [step] = [step for step, one in run.epochs[0].items() if isinstance(one, ValueError)]
     code, printed = command(path, "--loader", "replay_data:raising", "--step", step)
     assert (code, "raised, and no batch came, as in the run: ValueError" in printed) == (2, True)

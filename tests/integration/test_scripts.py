@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -91,32 +92,6 @@ def test_a_script_that_checks_itself_ends(script):
 
 
 @pytest.mark.full
-def test_ray_starts_before_its_agents_have_imported_all_that_they_need(tmp_path, monkeypatch):
-    """Which takes them long on a busy machine; here until the script has had its batches."""
-    held, gate = tmp_path / "held", tmp_path / "gate"
-    held.mkdir()
-    os.mkfifo(gate)
-    (tmp_path / "sitecustomize.py").write_text(
-        "import pathlib\n"
-        "command = pathlib.Path('/proc/self/cmdline').read_text().split(chr(0))\n"
-        "if (agent := {'agent.py', 'main.py'} & {pathlib.Path(word).name for word in command}):\n"
-        f"    (pathlib.Path({str(held)!r}) / agent.pop()).touch()\n"
-        f"    open({str(gate)!r}).close()\n"
-    )
-    (program := tmp_path / "program.py").write_text(
-        "import pathlib\n"
-        "from rayloader import DataLoader\n"
-        "loader = DataLoader(range(4), batch_size=2, num_workers=1, workers='ray')\n"
-        "batches = [batch.tolist() for batch in loader]\n"
-        f"print(batches, len(list(pathlib.Path({str(held)!r}).iterdir())), flush=True)\n"
-        f"open({str(gate)!r}, 'w').close()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    output, errors = finish(script := start(program))
-    assert (script.returncode, output) == (0, ["[[0, 1], [2, 3]] 2"]), errors
-
-
-@pytest.mark.full
 def test_a_script_that_joins_a_running_ray_ends_and_takes_its_actors_along(ray_session, tmp_path):
     output, errors = finish(script := start("script_exit.py", tmp_path, joined=True))
     assert (script.returncode, output[-1]) == (0, "the end"), errors
@@ -126,8 +101,14 @@ def test_a_script_that_joins_a_running_ray_ends_and_takes_its_actors_along(ray_s
 
 
 @pytest.fixture(params=["ray", "fork"])
-def waiting_script(tmp_path, request):
-    """A script that waits in next(), and the processes that it started."""
+def waiting_script(tmp_path, request, monkeypatch):
+    """A script that waits in next(), and the processes that it started.
+
+    Its folder for temporary files is `temporary` in `tmp_path`; Ray's is the usual one, whose name is short.
+    """
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", os.environ.get("RAY_TMPDIR", tempfile.gettempdir()))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     script = start("script_wait.py", tmp_path, request.param)
     workers, everything = script.stdout.readline(), script.stdout.readline()
     assert everything, script.communicate()[1]
@@ -156,7 +137,8 @@ def test_ctrl_c_ends_a_waiting_script_and_nothing_is_left(waiting_script):
 
 
 @pytest.mark.full
-def test_a_killed_driver_takes_everything_along(waiting_script):
+def test_a_killed_driver_takes_everything_along_and_leaves_no_files(waiting_script, tmp_path):
+    """But for Ray's own folder, with its logs, as after any end of a Ray."""
     script, everything = waiting_script
     agents = [process for process in everything if process.name().endswith("Agent")]
     assert len(agents) == 2 * (len(everything) > 2)  # where there is a Ray
@@ -164,6 +146,7 @@ def test_a_killed_driver_takes_everything_along(waiting_script):
     script.wait()
     # Ray's two agents notice it too, but take more than a minute, whoever started them.
     check_gone([process for process in everything if process not in agents])
+    assert [*(tmp_path / "temporary").iterdir()] == []
 
 
 @pytest.mark.full
@@ -293,60 +276,6 @@ def test_ray_prints_that_the_programs_actors_have_died_and_not_that_a_worker_has
         told, mine, ray_said = (script.stdout.readline() for _ in range(3))  # in the order in which they have died
     finally:
         script.communicate("\n", timeout=HANG_LIMIT)
-    assert re.match(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly: worker 0 on .*: exit code 3$", told)
+    assert re.match(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly: worker 0 on .* Cause: ", told)
     assert "A worker died" in ray_said
     assert f"Worker PID: {mine.split()[1]} " in ray_said
-
-
-WITHOUT_STDERR = """
-import faulthandler, sys
-import rayloader
-class Plain:
-    def __init__(self, stream): self.stream = stream
-    def write(self, text): self.stream.write(text)
-    def flush(self): self.stream.flush()
-if sys.argv[1] == "replaced":
-    sys.stderr = Plain(sys.stderr)
-print(list(rayloader.DataLoader(range(2), None, num_workers=1)), faulthandler.is_enabled())
-"""
-
-
-@pytest.mark.parametrize("streams", [pytest.param("2>&-", marks=pytest.mark.full), "<&- 2>&-", "replaced"])
-def test_a_program_without_a_descriptor_of_standard_error_works(ray_session, tmp_path, streams):
-    (program := tmp_path / "program.py").write_text(WITHOUT_STDERR)
-    redirections = "" if streams == "replaced" else streams
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, program, streams],
-        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=HANG_LIMIT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "[0, 1] False\n"
-
-
-@pytest.mark.full
-def test_a_read_only_shared_memory_is_told_at_once(tmp_path):
-    """Instead of after the minutes that Ray may take to start."""
-    (program := tmp_path / "program.py").write_text(
-        "import rayloader\n"
-        "for _ in range(2):\n"
-        "    try:\n"
-        "        iter(rayloader.DataLoader(range(2), num_workers=1, workers='ray'))\n"
-        "    except rayloader.RaySessionError as error:\n"
-        "        print(error)\n"
-        "        rayloader.init(_plasma_directory='/tmp')\n"
-        "    else:\n"
-        "        print('began')\n"
-    )
-    mounted = "mount --bind /dev/shm /dev/shm && mount -o remount,ro,bind /dev/shm"
-    if subprocess.run(["unshare", "--mount", "sh", "-c", mounted], capture_output=True).returncode:
-        pytest.skip("this user may not mount")
-    command = ["unshare", "--mount", "sh", "-c", f'{mounted} && exec "$@"', "sh", sys.executable, program]
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT)
-    refused, began = done.stdout.splitlines()
-    assert refused.startswith("Ray keeps its objects in /dev/shm, where this program may not write; mount it")
-    assert began == "began"

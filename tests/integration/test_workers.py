@@ -9,7 +9,6 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import pytest
 import ray
 import torch
@@ -239,12 +238,6 @@ def test_worker_init_fn_runs_once_per_epoch_or_once_for_persistent_workers(tmp_p
 def test_an_iterable_dataset_is_a_copy_for_each_worker():
     loader = DataLoader(Stream(lambda worker: [(worker, n) for n in range(2)]), None, num_workers=2, collate_fn=as_is)
     assert list(loader) == [(0, 0), (1, 0), (0, 1), (1, 1)]
-
-
-def test_worker_processes_are_forks_of_one_that_this_process_has_started():
-    """Or else each imports torch anew; test_fork_server.py has the rest."""
-    (parent,) = set(in_each_worker(lambda index: os.getppid(), 2))
-    assert psutil.Process(parent).ppid() == os.getpid()
 
 
 @oversubscribed

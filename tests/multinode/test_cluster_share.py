@@ -7,7 +7,6 @@ import ray
 import torch
 
 from multinode_data import AWAY
-from multinode_waiting import HANG_LIMIT
 from rayloader import DataLoader, SharedLoader, share, shared
 
 pytestmark = [pytest.mark.multinode, pytest.mark.full, pytest.mark.usefixtures("nodes")]
@@ -80,23 +79,6 @@ def test_a_consumer_whose_process_was_killed_goes_on_where_it_was_on_another_nod
         rest = ray.get(second.read.remote())
         assert equal(ray.get(other), expected)
     assert equal([*begun, *rest], expected)
-
-
-@ray.remote(max_retries=0)
-def fetched_ahead(loader: SharedLoader) -> tuple[list[float], int]:
-    """Takes one batch and then waits until the others have come; gives the numbers of all, and how many are left."""
-    batches = iter(loader.consumer(0))
-    taken = int(next(batches)[0, 0])
-    inbox = batches._inbox
-    while len(inbox.pending) < 6:  # a test that waits for ever is ended by the limit of its `ray.get`
-        inbox._thread.wait(1.0)
-    return [taken, *sorted(inbox.pending)], len(list(batches))
-
-
-def test_while_a_consumer_works_its_next_batches_come_to_its_node():
-    with share(DataLoader(Noisy(100_000), 2), consumers=1, ray_remote_args=HERE) as one:
-        numbers, rest = ray.get(fetched_ahead.options(**AWAY).remote(one), timeout=HANG_LIMIT)
-    assert (numbers, rest) == ([0, 1, 2, 3, 4, 5, 6], 5)  # the last one is the epoch's end
 
 
 @ray.remote(max_retries=0)

@@ -4,11 +4,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader import DataLoader
-from rayloader.resume.digest import Drawn
 from rayloader.resume.snapshot import WorkerState
-from rayloader.resume.state import SavedWorker, State, WorkerStart, text_of_tasks
-from rayloader.task import Task
-from rayloader.transport import codec
+from rayloader.resume.state import SavedWorker, State, WorkerStart
 
 
 class Stream(IterableDataset):
@@ -37,9 +34,9 @@ def saved(taken=3, *, seed=1, dataset=range(100), batch_size=4, num_workers=2, d
     if not num_workers:
         return state
     first = taken - len(digests)
-    told = [Task(first + n, Drawn(codec.encode([0]), 0), digest=digest) for n, digest in enumerate(digests)]
+    replay = tuple((first + number, digest) for number, digest in enumerate(digests))
     start = WorkerStart(WorkerState(tasks=first, last_task=first - 1))
-    workers = (SavedWorker(start, False, text_of_tasks(told)), *[SavedWorker()] * (num_workers - 1))
+    workers = (SavedWorker(start, False, replay), *[SavedWorker()] * (num_workers - 1))
     place = None if state.position is None else state.position._replace(workers=workers, stream=None)
     return state._replace(num_workers=num_workers, process=None, position=place)
 

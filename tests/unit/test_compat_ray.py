@@ -1,10 +1,8 @@
 """What Ray says of the end of processes, and what of it reaches the user; and a Ray that lacks a private name."""
 
 import ast
-import contextlib
 import logging
 import re
-import socket
 import sys
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
@@ -17,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from documents import ROOT
 from lacking import Changed, ray_without
-from rayloader.actors import _compat_ray, fork_server
+from rayloader.actors import _compat_ray
 from rayloader.actors._compat_ray import COSTS, leave_out_deaths, said_of_end
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
@@ -66,7 +64,6 @@ def test_that_a_process_of_ours_has_died_is_not_printed_and_everything_else_is()
 SOURCE = (ROOT / "rayloader" / "actors" / "_compat_ray.py").read_text()
 OF_TRAIN = _compat_ray._OF_TRAIN
 NODE = "0" * 56
-WAITS_FOR_PORTS = tuple(map(int, ray.__version__.split(".")[:2])) > (2, 52)  # Ray, for files with its agents' ports
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +82,7 @@ def test_all_names_that_the_file_uses_are_listed_and_used():
     (table,) = (n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "COSTS")
     outside = [node for statement in tree.body if statement is not table for node in ast.walk(statement)]
     texts = {node.value for node in outside if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+[./(])?_(?!_)\w[\w./()]*|core\.[\w.]+", text)}
+    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+[.(])?_(?!_)\w[\w.()]*|core\.[\w.]+", text)}
     arguments = {text for text in texts if re.fullmatch(r"[\w.]+\(\w+\)", text)}
     assert private | arguments == set(COSTS)
     chains = {ast.unparse(node) for node in outside if isinstance(node, ast.Attribute)}
@@ -234,78 +231,6 @@ def test_an_actor_waits_for_its_node_where_ray_knows_nothing_else():
     strategy = _compat_ray.node_first(Changed(ray, path, public), NODE)
     assert strategy.soft
     assert not strategy._spill_on_unavailable
-
-
-OF_THE_START = [
-    "_private.parameter.RayParams.__init__(worker_path)",
-    "_private/workers/default_worker.py",
-    "_private.parameter.RayParams.__init__(no_monitor)",
-    "_private.services.start_api_server",
-    "_private.services.start_ray_process",
-    "_private.services.start_raylet(session_dir)",
-    "_private.services.start_raylet(node_id)",
-    "_private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT",
-    "_private.ray_constants.ENABLE_RAY_CLUSTER",
-    "_raylet.persist_port",
-    "_private.utils.get_dashboard_dependency_error",
-]
-
-
-def replaced():
-    """What `own_start` may replace."""
-    services = ray._private.services
-    return {
-        "RayParams": ray._private.parameter.RayParams.__init__,
-        "start_api_server": services.start_api_server,
-        "start_ray_process": services.start_ray_process,
-        "start_raylet": services.start_raylet,
-        "ENABLE_RAY_CLUSTER": ray._private.ray_constants.ENABLE_RAY_CLUSTER,
-    }
-
-
-@pytest.mark.parametrize("name", ["", *OF_THE_START])
-def test_a_start_does_without_what_is_missing_and_puts_back_the_rest(name):
-    before = replaced()
-    lacking = without(name) if name else ray
-    with _compat_ray.own_start(lacking, "a script", contextlib.nullcontext(), dashboard=False, local=True):
-        during = replaced()
-    assert replaced() == before
-    kept = {part for part in before if during[part] is before[part]}
-    ports = {"_private.services.start_raylet", "_private.ray_constants.DEFAULT", "_raylet"}
-    lost = {"start_raylet" if any(map(name.startswith, ports)) else name.rpartition(".")[2]}
-    if not WAITS_FOR_PORTS:
-        lost.add("start_raylet")
-    assert kept == lost & before.keys()
-
-
-@pytest.mark.parametrize("name", ["", *OF_THE_START])
-def test_a_ray_that_cannot_be_told_of_our_script_has_no_fork_server(name, monkeypatch):
-    given_up = []
-    server = SimpleNamespace(environment={}, worker_path=None, ports=None, give_up=lambda: given_up.append(True))
-    lacking = without(name) if name else ray
-    monkeypatch.setattr(ray, "init", lambda **_: None)
-    fork_server.start_ray(lacking, server, {})
-    assert given_up == [True] * (name in OF_THE_START[:2])
-
-
-@pytest.mark.parametrize("lacks", [False, True])
-def test_ports_are_written_whether_or_not_ray_tells_if_the_dashboards_packages_are_missing(lacks, monkeypatch):
-    written = []
-
-    def start_raylet(session_dir, node_id, metrics_agent_port=None):
-        return metrics_agent_port
-
-    monkeypatch.setattr(ray._raylet, "persist_port", lambda *place: written.append(place), raising=WAITS_FOR_PORTS)
-    name = "_private.utils.get_dashboard_dependency_error"
-    module = without(name) if lacks else Changed(ray, name, lambda: None)
-    reserved: list[socket.socket] = []
-    port = _compat_ray._start_raylet_with_ports(module, reserved, start_raylet, "folder", NODE)
-    ports = {name: port for *_, name, port in written}
-    assert ports.keys() == set(_compat_ray.AGENT_PORTS)
-    assert sorted(ports.values()) == sorted(one.getsockname()[1] for one in reserved)
-    assert port == ports["metrics_agent_port"]
-    for one in reserved:
-        one.close()
 
 
 def test_that_ray_train_hides_its_loaders_is_said_when_one_might_be_read(monkeypatch, caplog):

@@ -33,13 +33,12 @@ def words(text):
 
 
 def write(state, name):
-    with open(name, "w") as file:
-        json.dump(state.pack(), file)
+    torch.save(state.pack(), name)
 
 
 def test_show_tells_what_a_state_is(run):
-    write(saved(3, shuffle=True, skip_steps=[7]), "state.json")
-    result = run("show", "state.json")
+    write(saved(3, shuffle=True, skip_steps=[7]), "state.pt")
+    result = run("show", "state.pt")
     assert result.exit_code == 0
     assert words(result.stdout).startswith("epoch 0 step 3 num_workers 2 fits batch_size: 4, ")
     assert "skip_steps [[0; 7]]" in words(result.stdout)
@@ -48,8 +47,8 @@ def test_show_tells_what_a_state_is(run):
 
 def test_show_tells_everything_as_json(run):
     state = saved(3, shuffle=True)
-    write(state, "state.json")
-    assert json.loads(run("show", "state.json", "--json").stdout) == described(state)
+    write(state, "state.pt")
+    assert json.loads(run("show", "state.pt", "--json").stdout) == described(state)
 
 
 def test_show_tells_the_states_of_all_ranks(run):
@@ -71,9 +70,9 @@ def test_show_takes_a_key(run):
 
 
 def test_what_cannot_be_read_is_an_error(run, tmp_path):
-    (tmp_path / "old.json").write_text(json.dumps({**saved().pack(), "version": 1}))
+    torch.save({**saved().pack(), "version": 1}, tmp_path / "old.pt")
     for name, text in (
-        ("old.json", "the state has version 1"),
+        ("old.pt", "the state has version 1"),
         ("x", "x can't"),
     ):
         result = run("show", name)
@@ -95,8 +94,8 @@ def test_what_a_file_holds_does_not_reach_the_terminal_as_a_command(run, char):
     escaped = char.encode("unicode_escape").decode()
     state = saved(num_workers=0)
     odd = state._replace(versions={f"a{char}]2;": f"{char}[2J"}, fits=state.fits._replace(seeding=f"x{char}"))
-    write(odd, "odd.json")
-    result = run("show", "odd.json")
+    write(odd, "odd.pt")
+    result = run("show", "odd.pt")
     assert char not in result.stdout
     assert f"{escaped}[2J" in result.stdout
     torch.save({"name": [odd.pack(), f"x{char}"], f"k{char}": odd.pack()}, "two.pt")
@@ -106,5 +105,5 @@ def test_what_a_file_holds_does_not_reach_the_terminal_as_a_command(run, char):
 
 
 def test_text_in_a_state_is_no_markup(run):
-    write(saved()._replace(versions={"[bold]x[/]": "[red]1"}), "a.json")
-    assert "[bold]x[/]: [red]1" in words(run("show", "a.json").stdout)
+    write(saved()._replace(versions={"[bold]x[/]": "[red]1"}), "a.pt")
+    assert "[bold]x[/]: [red]1" in words(run("show", "a.pt").stdout)

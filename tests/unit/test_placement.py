@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from rayloader import WorkerStartError
-from rayloader.actors import placement, session
+from rayloader.actors import placement, session, start
 from rayloader.actors.cluster import ClusterStatus, Node, _coming
 from rayloader.actors.placement import LONG_START_TIMEOUT_S, START_TIMEOUT_S, START_TIMEOUT_VARIABLE, Placement
 
@@ -74,8 +74,8 @@ def gives_up(placement, pending, waited):
         ({"CPU": 4.0}, {}, 1),
         ({"CPU": 1.0}, {"num_cpus": 0.25}, 0.25),
         ({"CPU": 0.0}, {}, 1),
-        ({"CPU": 4.0, session.OVERSUBSCRIBE_RESOURCE: 1.0}, {}, 0),
-        ({"CPU": 4.0, session.OVERSUBSCRIBE_RESOURCE: 1.0}, {"num_cpus": 2}, 2),
+        ({"CPU": 4.0, start.OVERSUBSCRIBE_RESOURCE: 1.0}, {}, 0),
+        ({"CPU": 4.0, start.OVERSUBSCRIBE_RESOURCE: 1.0}, {"num_cpus": 2}, 2),
     ],
     ids=["joined", "the user's", "a head that is to stay free", "ours", "the user's in ours"],
 )

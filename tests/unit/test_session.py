@@ -4,11 +4,8 @@ import contextlib
 import itertools
 import logging
 import os
-import select
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -16,9 +13,7 @@ import ray
 import rayloader
 from handlers import interrupted
 from rayloader import RaySessionError, interrupts
-from rayloader.actors import fork_server, pool, session
-from rayloader.actors._compat_ray import own_start
-from rayloader.actors.private_files import keep_token_private
+from rayloader.actors import pool, session, start
 from rayloader.workers import ray_use
 
 HANG_LIMIT = 500  # seconds
@@ -62,7 +57,7 @@ def test_what_a_ray_that_has_failed_had_started_is_ended(no_ray, monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(threading.current_thread().name))
-    monkeypatch.setattr(session, "connection_of", lambda _: None)
+    monkeypatch.setattr(start, "connection_of", lambda _: None)
     with pytest.raises(RaySessionError, match="division by zero"):
         session.ensure()
     assert ended == ["rayloader-session"]
@@ -76,8 +71,8 @@ def test_whoever_is_interrupted_while_ray_starts_it_is_started_by_the_thread_tha
         known.append(self is session._starter)
         raise Failed
 
-    files = {threading.__file__, interrupts.__file__, session.__file__}
-    monkeypatch.setattr(session._Starter, "_init", begin)
+    files = {threading.__file__, interrupts.__file__, session.__file__, start.__file__}
+    monkeypatch.setattr(start.Starter, "_init", begin)
     for number in itertools.count():
         monkeypatch.setattr(session, "_starter", None)
         fired = False
@@ -106,8 +101,8 @@ class TellsOnce(logging.Handler):
 
 def starts_by(monkeypatch, init):
     """This starts Ray."""
-    monkeypatch.setattr(session, "START_TICK_S", 0.01)
-    monkeypatch.setattr(session._Starter, "_init", init)
+    monkeypatch.setattr(start, "START_TICK_S", 0.01)
+    monkeypatch.setattr(start.Starter, "_init", init)
 
 
 @pytest.mark.parametrize(
@@ -128,24 +123,15 @@ def test_a_start_of_ray_that_takes_long_is_told_after_its_own_time(no_ray, monke
         handler.bell.wait(HANG_LIMIT)
         raise Failed
 
-    monkeypatch.setattr(session, "START_NOTICE_S", 0.0)
+    monkeypatch.setattr(start, "START_NOTICE_S", 0.0)
     starts_by(monkeypatch, take_long)
-    session.logger.addHandler(handler)
+    start.logger.addHandler(handler)
     try:
         with pytest.raises(Failed):
             session.ensure()
     finally:
-        session.logger.removeHandler(handler)
+        start.logger.removeHandler(handler)
     assert handler.told == [told]
-
-
-def test_a_home_that_cannot_keep_a_token_is_an_error_with_a_remedy(tmp_path, monkeypatch):
-    (tmp_path / "home").write_text("a file")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RaySessionError, match="RAY_AUTH_TOKEN_PATH"):
-        keep_token_private()
 
 
 def test_a_start_of_ray_that_never_ends_is_an_error(no_ray, monkeypatch):
@@ -155,7 +141,7 @@ def test_a_start_of_ray_that_never_ends_is_an_error(no_ray, monkeypatch):
         ended.wait(HANG_LIMIT)
         raise Failed
 
-    monkeypatch.setattr(session, "START_LIMIT_S", 0.0)
+    monkeypatch.setattr(start, "START_LIMIT_S", 0.0)
     starts_by(monkeypatch, never)
     try:
         with pytest.raises(RaySessionError, match=r"has not started on this machine within 0 s.*`ray start --head`"):
@@ -175,34 +161,38 @@ def test_options_that_ray_refuses_are_named(no_ray, monkeypatch):
 def test_a_ray_that_is_started_here_has_the_programs_options_beside_our_own(address, no_ray, monkeypatch):
     started = []
 
-    def start(_, server, options):
+    def note(**options):
         started.append((options, dict(os.environ)))
-        server.close()
         raise Failed
 
-    monkeypatch.setattr(session, "start_ray", start)
+    monkeypatch.setattr(ray, "init", note)
+    monkeypatch.setenv("RAY_worker_niceness", "7")
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
+    before = dict(os.environ)
     with pytest.raises(RaySessionError):
         session.ensure({"num_cpus": 3, "resources": {"mine": 2}})
     ((options, environment),) = started
-    resources = {"mine": 2, session.OVERSUBSCRIBE_RESOURCE: 1}
-    assert os.path.basename(os.path.dirname(options.pop("_temp_dir"))).startswith("rayloader-")
+    resources = {"mine": 2, start.OVERSUBSCRIBE_RESOURCE: 1}
     assert options == {"address": "local", "include_dashboard": False, "num_cpus": 3, "resources": resources}
-    assert session.LOCAL_RAY_ENVIRONMENT.items() <= environment.items()
-
-
-def test_an_option_that_ray_does_not_know_is_an_error_at_once():
-    with pytest.raises(TypeError, match=r"got foo; choose from num_workers, ray_remote_args, address, .*, runtime_env"):
-        rayloader.init(foo=3, num_cpus=1)
-    session.check_names({"_system_config": {}, "object_spilling_directory": "here", "namespace": "mine"})
+    assert environment == start.LOCAL_RAY_ENVIRONMENT | before, "the program's own variables stay"
+    assert dict(os.environ) == before
 
 
 def test_a_ray_that_init_was_asked_for_is_used_until_the_shutdown(no_ray, monkeypatch):
-    monkeypatch.setattr(pool, "_failure", None)
-    monkeypatch.setattr(session, "ensure", lambda *_, **__: 1 / 0)
+    failing = [Failed()]
+
+    def ensure(options):
+        if failing:
+            raise failing.pop()
+        return "a session", "a job"
+
+    monkeypatch.setattr(session, "ensure", ensure)
+    monkeypatch.setattr(pool, "_pool", None)
     assert ray_use.is_own is session.started_here
     rayloader.shutdown()
+    with pytest.raises(Failed):
+        rayloader.init()
     assert not ray_use.is_used()
     rayloader.init()
     assert ray_use.is_used()
@@ -222,14 +212,12 @@ def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(no_ray, monkey
     with ThreadPoolExecutor(1) as thread:
         outcome = thread.submit(session.ensure)
         assert starts.wait(HANG_LIMIT)
-        fork_server = session._starter.fork_server
-        fork_server.ports.append(socket.socket())  # of one of Ray's agents
         if (child := os.fork()) == 0:
             status = 1
             try:
                 session.ensure()
             except RaySessionError as error:
-                status = 0 if "forked from one that uses it" in str(error) and fork_server.ports[0].fileno() < 0 else 2
+                status = 0 if "forked from one that uses it" in str(error) else 2
             finally:
                 os._exit(status)
         _, status = os.waitpid(child, 0)
@@ -237,44 +225,6 @@ def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(no_ray, monkey
         with pytest.raises(RaySessionError, match="enough"):
             outcome.result(HANG_LIMIT)
     assert status == 0
-    assert fork_server.ports[0].fileno() < 0
-
-
-def test_a_process_that_is_started_for_ray_has_no_fork_beside_it(monkeypatch):
-    """Which would keep the pipe open whose end `Popen` waits for."""
-    reader, writer = os.pipe()
-    forking = threading.Event()
-    children = []
-
-    def fork():
-        forking.set()
-        if (child := os.fork()) == 0:
-            os.write(writer, b"forked")
-            os._exit(0)
-        children.append(child)
-
-    def start_process():
-        beside.start()
-        assert forking.wait(HANG_LIMIT)
-        return select.select([reader], [], [], 0.2)[0]  # long enough for a fork that nothing keeps from it
-
-    beside = threading.Thread(target=fork)
-    monkeypatch.setattr(ray._private.services, "start_ray_process", start_process)
-    with own_start(ray, None, fork_server.starting, dashboard=False, local=True):
-        assert ray._private.services.start_ray_process() == []
-    beside.join(HANG_LIMIT)
-    assert os.read(reader, 10) == b"forked"
-    os.waitpid(children[0], 0)
-    os.close(reader), os.close(writer)
-    assert ray._private.services.start_ray_process is start_process
-
-
-def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_raylet_waits_for_it(tmp_path):
-    closed = []
-    server = SimpleNamespace(close=lambda: closed.append(True))
-    with pytest.raises(RaySessionError, match=r"/none, where .*rayloader\.init\(_plasma_directory="):  # root may write
-        fork_server.start_ray(ray, server, {"_plasma_directory": str(tmp_path / "none")})
-    assert closed
 
 
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("0", False), ("1", True), ("true", True), ("False", False)])

@@ -1,6 +1,5 @@
 """What is given to a command: a state anywhere in a file, a loader by its name, or an error that says what to do."""
 
-import json
 import pickle
 import sys
 
@@ -21,11 +20,11 @@ def is_same(packed, state):
     return State.load(packed).mark == state.mark
 
 
-def test_a_state_in_a_file_of_json_is_found(tmp_path):
+def test_a_file_that_is_a_state_needs_no_key(tmp_path):
     state = saved()
-    (tmp_path / "state.json").write_text(json.dumps(state.pack()))
-    assert is_same(*load(tmp_path / "state.json"), state)
-    assert is_same(*load(tmp_path / "state.json", "loops.fit"), state), "a file that is a state needs no key"
+    torch.save(state.pack(), tmp_path / "state.pt")
+    assert is_same(*load(tmp_path / "state.pt"), state)
+    assert is_same(*load(tmp_path / "state.pt", "loops.fit"), state)
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -81,8 +80,8 @@ def test_the_states_of_all_ranks_are_one_thing(tmp_path):
 
 
 def test_states_of_another_version_are_left_to_who_reads_them(tmp_path):
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({"loader": {**saved().pack(), "version": VERSION - 1}}))
+    path = tmp_path / "old.pt"
+    torch.save({"loader": {**saved().pack(), "version": VERSION - 1}}, path)
     [found] = load(path)
     assert found["version"] == VERSION - 1
 
@@ -106,15 +105,12 @@ def test_nothing_in_a_file_is_run(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is neither JSON, nor a file of torch.save"),
-        (b"not this", "is neither JSON"),
-        (b"\x00\x01\x02", "is neither JSON"),
-        (pickle.dumps({"a": 1}), "is neither JSON"),
-        (pickle.dumps(saved().pack())[:100], "is neither JSON"),
-        (b"PK\x03\x04 and more", "is neither JSON"),
-        (b"[]", "holds no state of a rayloader.DataLoader"),
-        (b'{"format": "other"}', "holds no state of a rayloader.DataLoader"),
-        (b"3", "holds no state of a rayloader.DataLoader"),
+        (b"", "is not a file of torch.save"),
+        (b"not this", "is not a file of torch.save"),
+        (b"\x00\x01\x02", "is not a file of torch.save"),
+        (pickle.dumps({"a": 1}), "is not a file of torch.save"),
+        (pickle.dumps(saved().pack())[:100], "is not a file of torch.save"),
+        (b"PK\x03\x04 and more", "is not a file of torch.save"),
     ],
 )
 def test_other_files_are_refused(tmp_path, content, message):
@@ -122,6 +118,13 @@ def test_other_files_are_refused(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(SourceError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize("content", [[], {"format": "other"}, 3])
+def test_a_file_without_a_state_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "file")
+    with pytest.raises(SourceError, match=r"holds no state of a rayloader\.DataLoader"):
+        load(tmp_path / "file")
 
 
 def test_what_is_no_file_is_refused(tmp_path):

@@ -1,8 +1,7 @@
-"""What a state holds goes through its plain form, JSON and torch's files; what is incomplete is refused."""
+"""What a state holds goes through its plain form and torch's files; what is incomplete is refused."""
 
 import copy
 import io
-import json
 
 import numpy as np
 import pytest
@@ -28,8 +27,6 @@ from rayloader.resume.state import (
     State,
     Stream,
     WorkerStart,
-    tasks_in,
-    text_of_tasks,
 )
 from rayloader.task import Task
 from rayloader.transport import codec
@@ -51,7 +48,7 @@ def state():
         SavedWorker(
             WorkerStart(worker_state, Before(worker_state, (told, Resumed(2, 5)), 6)),
             True,
-            text_of_tasks([told]) + text_of_tasks([Task(6, Drawn(codec.encode([1]), 0), digest=8)]),
+            ((4, 7), (6, 8)),
         ),
     )
     stages = (Stage([[(0, 4)], [(0, 2), (4, 6)]]),)
@@ -60,7 +57,7 @@ def state():
         num_workers=2,
         fits=Fits(4, False, "worker", "static", True, "map", 10, "RandomSampler", 2, 1),
         now=RandomState.capture([]),
-        sampler=SamplerState(OWN, ({"epoch": 3},), (("epoch",), ()), True, True),
+        sampler=SamplerState(OWN, ({"epoch": 3},), (("epoch",),), True),
         process=LocalState(RandomState.capture([]), OWN),
         position=SavedPlace(
             EpochBegin(1, None, 2, starts, stages),
@@ -76,10 +73,6 @@ def state():
     )
 
 
-def through_json(packed):
-    return json.loads(json.dumps(packed))
-
-
 def through_a_file(packed):
     file = io.BytesIO()
     torch.save(packed, file)
@@ -87,14 +80,15 @@ def through_a_file(packed):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, through_json, through_a_file])
+@pytest.mark.parametrize("way", [copy.deepcopy, through_a_file])
 def test_a_loaded_state_holds_what_the_saved_one_held(way):
     saved = state()
     loaded = State.load(way(saved.pack()))
-    assert loaded.pack() == saved.pack()
+    assert repr(loaded.pack()) == repr(saved.pack())
     assert loaded.fits == saved.fits
-    assert loaded.position[3:] == saved.position[3:]
-    assert tasks_in(loaded.position.workers[1].replay) == [(4, 7), (6, 8)]
+    places = [state.position._replace(begin=None, stream=None, workers=None) for state in (loaded, saved)]
+    assert places[0] == places[1]
+    assert loaded.position.workers[1].replay == ((4, 7), (6, 8))
     told, resumed = loaded.position.workers[1].start.before.entries
     assert (told.task_id, told.indices.encoded.skeleton, told.digest) == (4, codec.encode([5, 6]).skeleton, 7)
     assert resumed == Resumed(2, 5)
@@ -116,28 +110,13 @@ def test_a_mark_tells_states_of_other_places_and_runs():
     assert len({saved.mark, *(other.mark for other in others)}) == 6
 
 
-def test_what_is_done_to_one_state_does_not_show_in_the_next():
-    saved, parts = state(), Parts()
-    before = repr(saved.pack(parts))
-
-    def clear(held):
-        for inner in held.values() if isinstance(held, dict) else held:
-            if isinstance(inner, (dict, list, tuple)):
-                clear(inner)
-        if not isinstance(held, tuple):
-            held.clear()
-
-    clear(saved.pack(parts))
-    assert repr(saved.pack(parts)) == before
-
-
 def test_what_stays_the_same_is_packed_once():
     saved, parts = state(), Parts()
     first = saved.pack(parts)
     second = saved._replace(now=RandomState.capture([]), fits=saved.fits._replace()).pack(parts)
     assert second["now"] is first["now"]
     assert second["fits"] is first["fits"]
-    assert first == second == saved.pack()
+    assert repr(first) == repr(second) == repr(saved.pack())
 
 
 @pytest.mark.parametrize("name", ["num_workers", "fits", "now", "sampler", "process", "position", "redeal"])
@@ -158,22 +137,6 @@ def test_a_state_that_holds_something_else_is_refused(name, value):
 # ---- parts
 
 
-@pytest.mark.parametrize("value", [{"a": [1]}, {"a": (1, b"x")}, [1], ([1],), {"a": {"b": 1}}])
-def test_each_state_has_contents_of_its_own(value):
-    parts, source = Parts(), object()
-    first, second = (parts.part("name", source, lambda _: value) for _ in range(2))
-    holder = first if not isinstance(first, tuple) else first[0]
-    holder.clear()
-    assert second == value
-    assert parts.part("name", source, lambda _: None) == value
-
-
-def test_what_nobody_can_change_is_shared():
-    parts, source = Parts(), object()
-    first, second = (parts.part("name", source, lambda _: (1, (b"x", None))) for _ in range(2))
-    assert first is second
-
-
 def test_a_part_is_made_again_where_it_is_made_of_something_else():
     parts, made = Parts(), []
     first, second = object(), object()
@@ -182,7 +145,7 @@ def test_a_part_is_made_again_where_it_is_made_of_something_else():
     assert made == [first, second, first]
 
 
-@pytest.mark.parametrize(("version", "reason"), [(15, True), (99, False), ("15", False), (None, False)])
+@pytest.mark.parametrize(("version", "reason"), [(15, True), (16, False), (99, False), ("15", False), (None, False)])
 def test_a_state_of_another_version_is_refused_with_what_has_changed(version, reason):
     with pytest.raises(StateError, match=f"the state has version {version!r}, this rayloader reads") as refused:
         State.load({**saved().pack(), "version": version})

@@ -42,8 +42,6 @@ NOT_ON_THE_PAGE = {
     "a class of the user's": "an assertion of the code",
     "it can't be put there": "caught where a generator is put back",
     "decode needs the skeleton's ... buffers": "an assertion of the code",
-    "...: its batches would not be the rest of the same stream": "goes on after `the state was saved with`",
-    "...: if the order of the samples depends on it": "goes on after `the state was saved with`",
     "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
     "... on node ... is another file": "goes on after `The dataset refers to`",
@@ -228,11 +226,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "seed must be": lambda: DataLoader(range(4), seed=-1),
     "seed=...": lambda: DataLoader(range(4), seed=1),
     "... attribute should not": set_rank,
-    "init() takes": lambda: rayloader.init(foo=3),
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
     "share() takes a rayloader": lambda: rayloader.share([1], consumers=1),
     "share() needs": lambda: rayloader.share(DataLoader(range(4)), consumers=0),
-    "consumer_timeout must": lambda: rayloader.share(DataLoader(range(4)), consumers=1, consumer_timeout=0),
 }
 
 
