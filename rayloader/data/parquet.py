@@ -167,8 +167,8 @@ class _Files:
             fragments = list(found.get_fragments())
             with ThreadPoolExecutor(_FOOTERS, "rayloader-footers") as threads:
                 groups = list(threads.map(lambda fragment: fragment.row_groups, fragments))
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"there is no file or folder for a ParquetStream at {error}") from None
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"a ParquetStream cannot read the footers of all files of {paths}: {error}") from error
         if not fragments:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,25 +22,23 @@ from torch.utils.data import default_collate
 from rayloader._compat import default_collate_fn_map
 from rayloader.fetching import collates
 
-if TYPE_CHECKING:
-    from rayloader.data.columns import Converter
-
 
 class Chunk:
     """Some rows of a table, in memory of their own.
 
     Args:
         table: without nulls that have no form.
-        converter: of its columns.
+        converter: of its columns, a `Converter` of columns.py.
     """
 
-    def __init__(self, table: Any, converter: Converter) -> None:
+    def __init__(self, table: Any, converter: Any) -> None:
         self.table, self.converter = table, converter
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """The columns as they are converted, when somebody looks at one of the rows."""
-        return self.converter.columns(self.table)
+        values: dict[str, Any] = self.converter.columns(self.table)
+        return values
 
     @property
     def is_untouched(self) -> bool:
@@ -130,7 +128,9 @@ def collate_rows(batch: Sequence[Any], *, collate_fn_map: Any = None) -> dict[st
             parts.append((place[0], []))
         parts[-1][1].append(place[1])
     converter = parts[0][0].converter
-    return converter.batch(converter.joined([converter.take(chunk.table, indices) for chunk, indices in parts]))
+    table = converter.joined([converter.take(chunk.table, indices) for chunk, indices in parts])
+    columns: dict[str, Any] = converter.batch(table)
+    return columns
 
 
 default_collate_fn_map[Row] = collates[Row] = collate_rows

@@ -80,7 +80,7 @@ class Source(Iterator[Any]):
             )
         self._ended = state["ended"]
         if state["source"] is not None:
-            self._iterator.load_state_dict(state["source"])  # type: ignore[attr-defined]
+            self._iterator.load_state_dict(state["source"])
         # It may take over what it has loaded only when it is asked for a sample.
         if state["end"] is not None and next(self._iterator, _NOTHING) is not _NOTHING:
             self._stream.load_state_dict(state["end"])  # it has begun anew
