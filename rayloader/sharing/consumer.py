@@ -17,7 +17,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -119,7 +118,6 @@ def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
     return Consumer(found, rank)
 
 
-@dataclass(frozen=True, eq=False)
 class SharedLoader(contextlib.AbstractContextManager["SharedLoader"]):
     """A loader that is shared; created by `share`. It may be passed to Ray's tasks and actors.
 
@@ -128,9 +126,8 @@ class SharedLoader(contextlib.AbstractContextManager["SharedLoader"]):
         consumers: how many it has.
     """
 
-    name: str
-    consumers: int
-    _producer: Any = field(repr=False)
+    def __init__(self, name: str, consumers: int, producer: Any) -> None:
+        self.name, self.consumers, self._producer = name, consumers, producer
 
     def consumer(self, rank: int) -> Consumer:
         """Connects to the share as one of its consumers, numbered from 0.

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rayloader
 from rayloader.plans import Mixture
 from rayloader.plans import mixture as mixture_module
 from rayloader.plans import shares as shares_module
@@ -207,17 +206,6 @@ def test_sources_by_name_are_those_in_their_order():
     changing = Mixture(sources, [(0, weights), (20, {"web": 0, "books": 1})], epoch_size=40)
     assert changing.counts(40).tolist() == [15, 25]
     assert "source web    30 samples, 75.000% of the epoch" in named.describe()
-
-
-def test_a_state_has_the_names_of_the_sources():
-    def loader(*names):
-        mixture = Mixture(dict.fromkeys(names, 10), dict.fromkeys(names, 1))
-        return rayloader.DataLoader(range(20), sampler=mixture)
-
-    state = loader("web", "books").state_dict()
-    loader("web", "books").load_state_dict(state)
-    with pytest.warns(UserWarning, match=r"with sources='web, books' of the .*, which is 'books, web' here"):
-        loader("books", "web").load_state_dict(state)
 
 
 def test_what_it_tells_of_itself():
