@@ -205,8 +205,8 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the loader's sampler, batch sampler and dataset, where they have `set_epoch`.
 
-        The number of the consumer that begins the epoch first counts, so give all the same one. Call it before each
-        `iter()` where you would call `set_epoch` of a DistributedSampler.
+        It must be the same in all consumers: with another number than that of the consumer that began an epoch, the
+        epoch is a ValueError. Call it before each `iter()` where you would call `set_epoch` of a DistributedSampler.
         """
         self._set_to = int(epoch)
 
