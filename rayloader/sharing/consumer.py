@@ -28,8 +28,6 @@ from rayloader.loader import DataLoader
 from rayloader.options import check_means, check_name, is_whole
 from rayloader.protocol import Caught
 from rayloader.transport.lanes import Recycled, Wire, from_wire, owned
-from rayloader.workers.connection import NONE_YET
-from rayloader.workers.janitor import janitor
 
 _FORMAT = "rayloader.Consumer"
 # A consumer tells the producer what it has taken when it begins a bundle, and with a batch after so many seconds.
@@ -180,6 +178,8 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
     """
 
     def __init__(self, calls: Any, rank: int) -> None:
+        from rayloader.workers.janitor import janitor  # not at the top: share() must say so where there are no forks
+
         self._calls, self.name, self.rank = calls, calls.name, rank
         joined = calls.ask("join", rank, [calls.begin("hold")])
         self.consumers, self._length, start, state, place, connection = joined
@@ -205,8 +205,8 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the loader's sampler, batch sampler and dataset, where they have `set_epoch`.
 
-        The number of the consumer that begins the epoch first counts, so give all the same one. Call it before each
-        `iter()` where you would call `set_epoch` of a DistributedSampler.
+        It must be the same in all consumers: with another number than that of the consumer that began an epoch, the
+        epoch is a ValueError. Call it before each `iter()` where you would call `set_epoch` of a DistributedSampler.
         """
         self._set_to = int(epoch)
 
@@ -254,6 +254,8 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
 
     def _next(self) -> Any:
         """Waits for the next item, and gives it again until it was taken."""
+        from rayloader.workers.connection import NONE_YET  # as in __init__
+
         while True:
             answer = self._bundles[0]
             while answer.value is NONE_YET:

@@ -3,7 +3,6 @@
 python script_without_linux.py WAY
 """
 
-import itertools
 import sys
 import warnings
 from pathlib import Path
@@ -17,7 +16,7 @@ take_away(sys.argv[1])
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.utils.data import DataLoader as TorchDataLoader  # noqa: E402
-from torch.utils.data import IterableDataset, Sampler  # noqa: E402
+from torch.utils.data import IterableDataset  # noqa: E402
 
 import rayloader  # noqa: E402
 from rayloader import DataLoader  # noqa: E402
@@ -55,16 +54,6 @@ class Noisy(IterableDataset):
         return iter(torch.rand(4) + torch.randperm(4))
 
 
-class Turning(Sampler):
-    """Has another order each time, which no state tells."""
-
-    def __init__(self):
-        self.orders = itertools.cycle([[0, 1, 2], [2, 1, 0]])
-
-    def __iter__(self):
-        return iter(next(self.orders))
-
-
 def global_loader(seed, **options):
     """One whose order, or samples, come from the global generators."""
     torch.manual_seed(seed)
@@ -100,18 +89,10 @@ def check_states_between_epochs(persistent):
         assert first != rest[0], kind
 
 
-def check_order_that_no_state_tells():
-    loader = DataLoader([0, 1, 2], sampler=Turning(), num_workers=1)
-    batches(loader)
-    with pytest.warns(UserWarning, match="the next epoch may have another order than in the saved run"):
-        DataLoader([0, 1, 2], sampler=Turning(), num_workers=1).load_state_dict(loader.state_dict())
-
-
 def check_states():
     if WAYS[sys.argv[1]][2] == "fork":  # dozens of workers, each of which would import torch
         check_states_between_epochs(persistent=False)
         check_states_between_epochs(persistent=True)
-        check_order_that_no_state_tells()
     for num_workers in 0, 1:
         loader, other = (shuffled(DataLoader, num_workers=num_workers) for _ in range(2))
         batches(loader)

@@ -498,12 +498,11 @@ EXITS = {
 }
 
 
-# What torch says of the processes that tell nothing themselves.
+# What is said of actors that tell nothing themselves: Ray does not say how a process ended.
+UNKNOWN = "its process has ended; neither a signal nor an exit code is known"
 WORDS = {
     "SystemExit": "exit code 3\n",
-    "os._exit": "exit code 3",
-    "SIGKILL": "killed by signal: Killed",
-    "segmentation fault": "killed by signal: Segmentation fault",
+    **dict.fromkeys(("os._exit", "SIGKILL", "segmentation fault"), UNKNOWN),
 }
 # The ways differ little, and the table of faults has all.
 ALIKE = {"os._exit", "segmentation fault", "CancelledError", "KeyboardInterrupt"}
