@@ -132,7 +132,7 @@ def program(peer: str, batches: int, workers: int) -> None:
         elif peer in ("torch-cached", "cached"):
             samples = rayloader.cached(photos)
         elif peer == "folder":
-            samples = rayloader.cached(photos, where=folder)
+            samples = rayloader.cached(photos, where=folder, key="photographs")
         elif peer == "floor":
             samples = InArray(photos, count)
         if peer in ("rayloader", "cached", "folder", "floor"):

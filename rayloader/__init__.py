@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rayloader.data.cached import cached as cached
     from rayloader.data.parquet import ParquetStream as ParquetStream
     from rayloader.data.shared_list import SharedList as SharedList
+    from rayloader.data.shuffle import ShuffleBuffer as ShuffleBuffer
     from rayloader.frameworks.patching import Patch as Patch
     from rayloader.frameworks.patching import patch as patch
     from rayloader.host.shard_info import ShardInfo as ShardInfo
@@ -51,6 +52,7 @@ _PARTS = {
     "ShardInfo": "host.shard_info",
     "SharedList": "data.shared_list",
     "SharedLoader": "sharing.consumer",
+    "ShuffleBuffer": "data.shuffle",
     "cached": "data.cached",
     "get_shard_info": "host.shard_info",
     "lengths": "plans",
@@ -78,6 +80,7 @@ __all__ = [
     "ShareError",
     "SharedList",
     "SharedLoader",
+    "ShuffleBuffer",
     "SkipLimitError",
     "StateError",
     "WorkerDiedError",

@@ -2,44 +2,43 @@
 
 Promise: batches are those without the cache, or there is an error. A sample that draws from a random generator is
 refused, and so is one that comes out differently when it is built again: the first samples that a process builds, the
-first that it reads, some of those that an earlier run has left, and a share of all others are compared. Nothing is ever
-removed: with a random order no other rule keeps more of what will be asked for. This module does not import Ray; any
-thread and any fork may call.
+first that it reads, and a share of all others are compared. Nothing is ever removed: with a random order no other rule
+keeps more of what will be asked for. This module does not import Ray; any thread and any fork may call.
 
 NOTE [Which file]. In memory, the file belongs to the process that has made the cache, and ends with it. Forks have it;
 other processes of the node open it through `/proc`, and those of another node have one of their own, which belongs to
 all of them: each looks for it among the files that processes there have open, and the first one makes it. In a folder,
-the name of the file says of what its samples are: see cache_folder.py and fingerprint.py.
+each node has a file of its own, named by the dataset's class and length, and by what the user calls its samples.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
 import os
 import re
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from weakref import finalize
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from rayloader.data.cache_folder import InFolder
-from rayloader.data.fingerprint import WithoutContent, content_of, fingerprint_of
-from rayloader.data.sample_store import ABSENT, SampleStore, size_of
+from rayloader.data.content import content_of
+from rayloader.data.sample_store import ABSENT, SampleStore
+from rayloader.data.trusted import open_own, path_in
 from rayloader.errors import CacheError, add_note
 from rayloader.fetching import ask, one_by_one
-from rayloader.namespaces import attributes_in, attributes_of, functions_of, own_modules
-from rayloader.observe.stats import CacheStats, nbytes
+from rayloader.namespaces import attributes_in, own_modules
+from rayloader.observe.stats import CacheStats
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search, walk
-from rayloader.resume.snapshot import pass_on
+from rayloader.resume.wrapped import pass_on
+from rayloader.transport import codec
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 _T = TypeVar("_T")
@@ -53,16 +52,11 @@ logger = logging.getLogger("rayloader")
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_MOST = 1 << 62  # bytes; a file can't be larger
 # Of the samples that a process builds, so many at first and then one in so many are built twice.
 _FIRST_BUILT, _BUILT = 2, 128
 _SEARCHED = 8  # with so many builds generators are looked for: some are created with the first samples
 # Of those that it reads, the first and then one in so many are built too.
 _READ = 1024
-_OR_A_THREAD = (
-    ". Or another thread of this process has drawn from it meanwhile: let that one use a generator of its own, or "
-    "build the samples in workers"
-)
 _TURN_S = 0.01  # between looks at whether another process has made the node's file
 
 
@@ -81,8 +75,7 @@ def cached(
     max_bytes: int | str = "20GB",
     where: str | os.PathLike[str] = "memory",
     *,
-    fingerprint: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
-    shared: bool = False,
+    key: str | None = None,
 ) -> CachedDataset[_T]:
     """The same dataset, of which each sample is built once per node, and then read.
 
@@ -105,21 +98,15 @@ def cached(
         where: "memory": the samples exist as long as this object. Otherwise a folder on a local disk, in which later
             runs find the samples again, each node by itself, and which the ranks of a machine share; `/dev/shm` is one
             in memory.
-        fingerprint: for a folder: what the samples depend on, besides the dataset's own attributes and the code of its
-            classes and functions, which always count: the paths of the files that they are built from, or one
-            `pathlib.Path`, of which size and time of modification count. Or a text that stands for everything: samples
-            of another one are not used.
-        shared: for a folder: other users of a group may write to it, whose programs use the same samples. These must be
-            tensors, arrays, texts, bytes and numbers, in dicts, lists and tuples, which reading never unpickles: who
-            may write to the folder can give other samples, but run no code. Otherwise the file is of this user alone,
-            and one that others could have written is an error.
+        key: for a folder, which needs it: a text that says what the samples are, such as "photos of May, 256 pixels".
+            Samples of another key, or of a dataset of another class or length, are not used. Nothing else tells an old
+            sample from a new one: change it whenever the samples change.
 
     Raises:
-        TypeError: it is not a map-style dataset, or can't be described for a folder.
+        TypeError: it is not a map-style dataset.
         ValueError: a value of an argument.
         CacheError: there is no room for the cache's own tables, or others could have written its file. From
-            `__getitem__`: a sample draws from a random generator, differs when it is built again, or is not for
-            `shared`.
+            `__getitem__`: a sample draws from a random generator, or differs when it is built again.
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
@@ -127,31 +114,26 @@ def cached(
             "what an iterable dataset reads from instead"
         )
     count, limit = len(dataset), _bytes_of(max_bytes)
-    if where != "memory":
-        identity = fingerprint_of(dataset, fingerprint)
-        if shared:  # records differ
-            identity = hashlib.sha256(identity + b"shared").digest()
-        place = InFolder(Path(where).absolute(), type(dataset).__name__, identity, shared)
-        return CachedDataset(dataset, place, count, limit)
-    if fingerprint is not None or shared:
-        name = "fingerprint=" if fingerprint is not None else "shared="
-        raise ValueError(f"{name} is of a folder: a cache in memory ends with the program; leave it out")
-    try:
-        file = MemoryFile(f"cache-{secrets.token_hex(8)}", size_of(count, limit))
-    except MemoryFileError as error:
-        raise CacheError(f"there is no room for a cache of {count} samples: {error}; {_InMemory.remedy}") from error
-    return CachedDataset(dataset, _InMemory(file.address, file), count, limit)
+    if where == "memory":
+        if key is not None:
+            raise ValueError("key= is of a folder: a cache in memory ends with the program; leave it out")
+        try:
+            file = MemoryFile(f"cache-{secrets.token_hex(8)}", 0, grows=True)
+        except MemoryFileError as error:
+            raise CacheError(f"there is no room for a cache of {count} samples: {error}; {_InMemory.remedy}") from error
+        return CachedDataset(dataset, _InMemory(file.address, file), count, limit)
+    kept: CachedDataset[_T] = CachedDataset(dataset, _InFolder(path_in(where, dataset, key)), count, limit)
+    kept._store.try_again()
+    return kept
 
 
 def _bytes_of(size: Any) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
     if match is not None and match[2] in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2]])
-    if isinstance(size, np.integer):
-        size = int(size)
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < _MOST:
+    if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or not 1 <= size < 1 << 62:
         raise ValueError(f"max_bytes must be a whole number of bytes >= 1, or such as '500MB' or '20GiB', got {size!r}")
-    return size
+    return int(size)
 
 
 class CachedDataset(_DatasetOf[_T], Generic[_T]):
@@ -161,7 +143,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         dataset: the one that builds the samples.
     """
 
-    def __init__(self, dataset: Any, place: _InMemory | InFolder, count: int, max_bytes: int) -> None:
+    def __init__(self, dataset: Any, place: _InMemory | _InFolder, count: int, max_bytes: int) -> None:
         self.dataset = dataset
         pass_on(self, dataset)
         self._place, self._count, self._max_bytes = place, count, max_bytes
@@ -186,8 +168,8 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         number = self._number(index)
         sample = self._store.read(number)
         if sample is ABSENT:
-            sample = self._built_now([number])[0]
-        elif self._is_to_be_compared() or self._store.is_due(number):
+            return self._built_now([number])[0]
+        if self._is_to_be_compared():
             self._compare(number, sample)
         return sample  # type: ignore[no-any-return]
 
@@ -195,10 +177,12 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         """The samples of a batch."""
         numbers = [self._number(index) for index in indices]
         samples = list(map(self._store.read, numbers))
-        missing = [place for place, sample in enumerate(samples) if sample is ABSENT]
-        for number, sample in zip(numbers, samples, strict=True):
-            if sample is not ABSENT and (self._is_to_be_compared() or self._store.is_due(number)):
-                self._compare(number, sample)
+        missing: list[int] = []
+        for place, sample in enumerate(samples):
+            if sample is ABSENT:
+                missing.append(place)
+            elif self._is_to_be_compared():
+                self._compare(numbers[place], sample)
         if missing:
             built = self._built_now([numbers[place] for place in missing])
             for place, sample in zip(missing, built, strict=True):
@@ -215,12 +199,12 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         """After a read: begins again in another process, or if the program has set an attribute of the dataset."""
         now = _attributes_of(self.dataset)
         is_same = len(now) == len(self._attributes) and all(map(operator.is_, now, self._attributes))
-        if self._pid != self._store.pid or not is_same:
+        if self._pid != os.getpid() or not is_same:
             self._begin()
 
     def _begin(self) -> None:
         """As in a process that was forked, or has just got the dataset."""
-        self._pid = self._store.pid
+        self._pid = os.getpid()
         self._built = self._read = 0  # samples
         self._generators: list[Any] = []  # that building could draw from
         self._searches = _SEARCHED  # that are left
@@ -228,14 +212,10 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         self._attributes = _attributes_of(self.dataset)
 
     def _number(self, index: int) -> int:
-        try:
-            number = operator.index(index)
-        except TypeError:
-            raise TypeError(f"a cached dataset is asked for whole numbers from 0 on, got {index!r}") from None
-        if number < 0:  # what that means differs between datasets
-            raise IndexError(f"a cached dataset is asked for whole numbers from 0 on, got {index}")
-        if number >= self._count:
-            raise IndexError(f"index {index} is out of range for {self._count} samples")
+        if not hasattr(index, "__index__"):
+            raise TypeError(f"a cached dataset is asked for whole numbers from 0 on, got {index!r}")
+        if not 0 <= (number := operator.index(index)) < self._count:  # what a negative one means differs
+            raise IndexError(f"index {number} is out of range for {self._count} samples, which are counted from 0 on")
         return number
 
     def _built_now(self, numbers: list[int]) -> list[_T]:
@@ -247,19 +227,13 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
                 self._compare(number, sample)
             self._built += 1
             if self._store.write(number, sample):
-                self._say_full()
+                logger.warning(
+                    "rayloader: the cache %s is full: %s. The others are built each time: raise max_bytes where there "
+                    "is more room, or cache smaller samples",
+                    str(self._place),  # a handler may keep what is logged
+                    str(self.stats()),
+                )
         return samples
-
-    def _say_full(self) -> None:
-        stats = self.stats()
-        logger.warning(
-            "rayloader: the cache %s is full with %d of %d samples, %s; the others are built each time. Raise "
-            "max_bytes where there is more room, or cache smaller samples",
-            str(self._place),  # a handler may keep what is logged
-            stats.present,
-            stats.samples,
-            nbytes(stats.nbytes),
-        )
 
     def _compare(self, number: int, sample: _T) -> None:
         try:
@@ -267,21 +241,19 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         except Exception as error:
             add_note(error, f"a share of a cache's samples is built again to be compared; this was sample {number}")
             raise
-        if content_of(self._store.as_read(sample)) != content_of(self._store.as_read(again)):
-            self._store.doubt(number)
+        if content_of(_as_read(sample)) != content_of(_as_read(again)):
             raise CacheError(
                 f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, so that "
                 f"the cache {self._place} would give other batches. Something it depends on has changed (an attribute, "
                 f"a file, the time): {self._place.anew}, or apply what changes to the samples of the cache"
             )
-        self._store.settle(number)
 
     def _build(self, numbers: list[int]) -> list[_T]:
         """Builds samples, which must not draw from any generator."""
         generators = self._generators  # another thread may look for them too
         if self._searches > 0:
             self._searches -= 1
-            found = search({"dataset": self.dataset}, [*own_modules(main=True), *_main_of(self.dataset)])
+            found = search({"dataset": self.dataset}, own_modules(main=True))
             self._generators = generators = [one.generator for one in found]
         before = self._state = RandomState.capture(generators, self._state)
         samples: Any = None
@@ -301,8 +273,8 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
             which = f"sample {numbers[0]}" if len(numbers) == 1 else f"one of samples {numbers[:8]}"
             raise CacheError(
                 f"{which} of the cached {type(self.dataset).__name__} draws from a random generator, so that it is "
-                "another one each time; cache what comes before the random part, and apply that to the samples of the "
-                f"cache{_OR_A_THREAD if threading.active_count() > 1 else ''}"
+                "another one each time, or a thread beside it does; cache what comes before the random part, and apply "
+                "that to the samples of the cache; let threads use generators of their own"
             )
         return samples  # type: ignore[no-any-return]
 
@@ -315,16 +287,10 @@ def _attributes_of(dataset: Any) -> list[Any]:
     return list((attributes_in(dataset) or {}).values())
 
 
-def _main_of(dataset: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The globals of the program's main module, which an actor has only in the functions that came with the dataset."""
-    functions = [
-        function
-        for _, part in walk([((), dataset)])
-        for value in (part, *(value for kind in type(part).__mro__ for value in attributes_of(kind).values()))
-        for function in functions_of(value)
-        if function.__module__ == "__main__"
-    ]
-    return [("__main__", one) for one in {id(one.__globals__): one.__globals__ for one in functions}.values()]
+def _as_read(sample: Any) -> Any:
+    """A sample as it would be read: objects may differ from those that were pickled, though they are equal."""
+    encoded = codec.encode(sample, known_classes=True)
+    return codec.decode(encoded.skeleton, encoded.buffers)
 
 
 def cache_in(dataset: Any) -> CacheStats | None:
@@ -338,7 +304,35 @@ def cache_in(dataset: Any) -> CacheStats | None:
 _here: dict[str, MemoryFile] = {}  # of caches of other nodes, by name; they live as long as a process that uses them
 
 
-class _InMemory(WithoutContent):
+class _InFolder:
+    """Where a cache in a folder is: in a file that nobody else can have written, which each node has for itself."""
+
+    remedy = (
+        "name another folder, delete a file that is not one of this version, make room, or raise this process's "
+        "limits of memory and open files (ulimit)"
+    )
+
+    def __init__(self, path: Path) -> None:
+        self._given = path
+        self._path = path.with_name(f"{path.name}-{os.uname().nodename}.rayloader-cache")
+        self.anew = f"delete {self._path} to make a new cache, or pass another key="
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._given,)
+
+    def __str__(self) -> str:
+        return f"in {self._path.parent}"
+
+    def open(self, count: int, max_bytes: int) -> SampleStore:
+        """Opens this node's file, and makes it if there is none."""
+        self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        fd = open_own(self._path, os.O_RDWR | os.O_CREAT)
+        finalize(self, os.close, fd)
+        in_memory = os.path.exists("/dev/shm") and os.fstat(fd).st_dev == os.stat("/dev/shm").st_dev
+        return SampleStore(fd, count, max_bytes, in_memory=in_memory)
+
+
+class _InMemory:
     """Where a cache in memory is: in a file of the process that made it, or in one of this node."""
 
     remedy = "raise this process's limits of memory and open files (ulimit), make room, or lower max_bytes"
@@ -359,10 +353,10 @@ class _InMemory(WithoutContent):
             try:
                 self._file = MemoryFile.received(open_file(self._address, writable=True), self._address.name)
             except MemoryFileError:
-                self._file = self._of_this_node(count, max_bytes)
+                self._file = self._of_this_node()
         return SampleStore(self._file.fd, count, max_bytes, in_memory=True)
 
-    def _of_this_node(self, count: int, max_bytes: int) -> MemoryFile:
+    def _of_this_node(self) -> MemoryFile:
         """The file that processes of this node share, whose name begins like the original's; made if there is none."""
         kind = self._address.name.split("-")[2]
         if kind in _here:
@@ -373,8 +367,7 @@ class _InMemory(WithoutContent):
                 time.sleep(_TURN_S)
                 file = _found(f"rayloader-cache-{kind}-")  # a fork of the first one may keep the name
             if file is None and (file := _found(f"rayloader-cache-{kind}-")) is None:
-                file = MemoryFile(f"cache-{kind}", size_of(count, max_bytes))
-                SampleStore(file.fd, count, max_bytes, in_memory=True)
+                file = MemoryFile(f"cache-{kind}", 0, grows=True)
         return _here.setdefault(kind, file)
 
 

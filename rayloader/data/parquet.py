@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +30,7 @@ from rayloader.data.columns import Converter, Form, with_wide_indices, without_v
 from rayloader.data.footers import Footers
 from rayloader.data.paths import check_alike, data_files, partitioning_of, paths_of, with_columns
 from rayloader.data.rows import Row
+from rayloader.data.shuffle import whole
 from rayloader.errors import RayloaderError, StateError
 from rayloader.host.shard_info import ShardInfo, get_shard_info
 from rayloader.resume.samplers import trains_in_a_group
@@ -106,9 +106,9 @@ class ParquetStream(_DatasetOfAny):
         batch_size: int | None = None,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        self.shuffle_buffer = _whole("shuffle_buffer", shuffle_buffer, 0)
-        self.seed = _whole("seed", seed, 0)
-        self.batch_size = None if batch_size is None else _whole("batch_size", batch_size, 1)
+        self.shuffle_buffer = whole("shuffle_buffer", shuffle_buffer, 0, "ParquetStream")
+        self.seed = whole("seed", seed, 0, "ParquetStream")
+        self.batch_size = None if batch_size is None else whole("batch_size", batch_size, 1, "ParquetStream")
         if equal_steps not in (None, "cut", "pad"):
             raise ValueError(f'equal_steps must be "cut", "pad" or None, got {equal_steps!r}')
         if on_error not in ("raise", "skip"):
@@ -134,7 +134,7 @@ class ParquetStream(_DatasetOfAny):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, on which the shuffled order depends; `DataLoader.set_epoch` calls it."""
-        self.epoch = _whole("epoch", epoch, 0)
+        self.epoch = whole("epoch", epoch, 0, "ParquetStream")
 
     def __iter__(self) -> Iterator[Any]:
         return _Reading(self, self._open(), _part_of_the_reader(self._has_ranks))
@@ -559,16 +559,6 @@ def _part_of_the_reader(has_ranks: bool) -> ShardInfo:
         if worker is None or has_ranks or trains_in_a_group():
             raise
         return ShardInfo(worker.id, worker.num_workers, 0, 1, worker.id, worker.num_workers)
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ValueError(f"{name} of a ParquetStream must be a whole number >= {least}, got {value!r}")
-    return number
 
 
 def _located(paths: list[str], filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, list[tuple[str, str]]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rayloader.resume.snapshot import pass_on
+from rayloader.resume.wrapped import pass_on
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from rayloader.data.fingerprint import fingerprint_of
-from rayloader.data.trusted import open_own
+from rayloader.data.trusted import open_own, path_in
 from rayloader.loader import DataLoader
 from rayloader.plans.inputs import Array
 
@@ -26,26 +23,27 @@ def lengths(
     fn: Callable[[Any], int] = len,
     *,
     where: str | os.PathLike[str] | None = None,
-    fingerprint: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    key: str | None = None,
     num_workers: int = 0,
     bar: bool = True,
     **options: Any,
 ) -> Array:
     """How long each sample of a dataset is, for a plan.
 
-    The samples are built once, by a loader's workers. With a folder, later runs read the result from a file there, as
-    long as the dataset, its code and `fn` are the same; ranks of one machine should let one of them compute it first.
+    The samples are built once, by a loader's workers. With a folder, later runs with the same key read the result from
+    a file there; ranks of one machine should let one of them compute it first.
 
     For instance::
 
-        lengths = rayloader.lengths(texts, lambda text: len(text["input_ids"]), where="/data/cache", num_workers=8)
+        lengths = rayloader.lengths(texts, count_tokens, where="/data/cache", key="texts of May", num_workers=8)
         plan = rayloader.plans.TokenBudget(lengths, max_tokens=16_384)
 
     Args:
         dataset: map-style, with `__len__`.
         fn: gives the length of a sample, a whole number.
         where: a folder on a local disk, such as that of `rayloader.cached`.
-        fingerprint: what the lengths depend on besides the dataset's attributes and code: as in `rayloader.cached`.
+        key: for a folder, which needs it: a text that says what the lengths are. As in `rayloader.cached`, nothing else
+            tells old ones from new ones: change it whenever the samples or `fn` change.
         num_workers: of the loader.
         bar: whether a bar shows the progress in a terminal, where tqdm is installed.
         options: other arguments of the loader, for instance `workers`.
@@ -54,14 +52,16 @@ def lengths(
         int64 of shape (samples,); from a file it is a memory map that can't be written.
 
     Raises:
-        TypeError: `fn` gives something else than a whole number; or the dataset can't be described for a folder.
+        TypeError: `fn` gives something else than a whole number.
+        ValueError: a folder without a key, or a key without a folder.
         CacheError: others could have written the file.
     """
     if where is None:
+        if key is not None:
+            raise ValueError("key= is of a folder: without one nothing is kept; leave it out, or pass where=")
         return _computed(dataset, fn, num_workers, bar, options)
-    identity = hashlib.sha256(fingerprint_of((dataset, fn), fingerprint)).hexdigest()[:32]
-    kind = re.sub(r"[^A-Za-z0-9_]", "_", type(dataset).__name__)[:40]
-    path = Path(where).absolute() / f"{kind}-{len(dataset)}-{identity}.rayloader-lengths.npy"
+    path = path_in(where, dataset, key)
+    path = path.with_name(f"{path.name}.rayloader-lengths.npy")
     with contextlib.suppress(FileNotFoundError):
         return _read(path)
     found = _computed(dataset, fn, num_workers, bar, options)

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from rayloader.errors import StateError
 from rayloader.plans.inputs import check_whole
 from rayloader.plans.packs import pack_collate
-from rayloader.resume.snapshot import has_state, pass_on
+from rayloader.resume.wrapped import Source, pass_on
 
 _FIELDS = ("input_ids", "labels", "position_ids", "seq_ids")
-_NOTHING = object()
 
 
 class PackedStream(IterableDataset[dict[str, Tensor]]):
@@ -44,27 +42,24 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         pass_on(self, stream)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        source = iter(self.stream)
-        return (_StatefulPacks if has_state(source) or has_state(self.stream) else _Packs)(self, source)
+        source = Source(self.stream)
+        return (_StatefulPacks if source.has_state else _Packs)(self, source)
 
 
 class _Packs(Iterator[dict[str, Tensor]]):
     """The packs of one reading of the stream."""
 
-    def __init__(self, packed: PackedStream, source: Iterator[Any]) -> None:
+    def __init__(self, packed: PackedStream, source: Source) -> None:
         self._packed, self._source = packed, source
         self._open: list[Tensor] = []  # the sequences of the open pack
         self._size = 0  # their tokens
-        self._ended = False  # the stream has
 
     def __next__(self) -> dict[str, Tensor]:
         packed = self._packed
-        while self._size < packed.seq_len and not self._ended:
-            sequence = next(self._source, _NOTHING)
-            if sequence is _NOTHING:
-                self._ended = True
-            else:
-                self._add(sequence[packed.tokens] if isinstance(sequence, Mapping) else sequence)
+        for sequence in self._source if self._size < packed.seq_len else ():
+            self._add(sequence[packed.tokens] if isinstance(sequence, Mapping) else sequence)
+            if self._size >= packed.seq_len:
+                break
         if not self._size or (packed.drop_last and self._size < packed.seq_len):
             raise StopIteration
         pack: list[Tensor] = []
@@ -89,35 +84,12 @@ class _StatefulPacks(_Packs):
     """Those of a stream that has a state, or whose iterator has one: a `PackedStream` tells and loads the former."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The tokens of the open pack, and the state of the stream's iterator, if it has one."""
-        stream = self._packed.stream
-        return {
-            "open": [sequence.tolist() for sequence in self._open],
-            "source": _told_by(self._source),
-            "ended": self._ended,
-            "end": _told_by(stream) if self._ended else None,
-        }
+        """The tokens of the open pack, and the state of the reading."""
+        return {**self._source.state_dict(), "open": [sequence.tolist() for sequence in self._open]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state; the stream has loaded its own. Raises StateError if it is not one."""
-        if not isinstance(state, Mapping) or not {"open", "source", "ended", "end"} <= state.keys():
-            raise StateError(
-                f"this is not a state of a PackedStream's iterator: {state!r:.200}; load what its state_dict() gave"
-            )
-        if (state["source"] is None) == has_state(self._source):
-            raise StateError(
-                "the state of a PackedStream is of a stream whose iterator has a state, or has none, unlike the one "
-                "here; make the stream as the one that was saved"
-            )
-        self._open, self._size, self._ended = [], 0, state["ended"]
+        self._source.load_state_dict(state, "PackedStream")
+        self._open, self._size = [], 0
         for sequence in state["open"]:
             self._add(sequence)
-        if state["source"] is not None:
-            self._source.load_state_dict(state["source"])  # type: ignore[attr-defined]
-        # The stream is not asked again after its end, but it may take over what it has loaded only when it is.
-        if state["end"] is not None and next(self._source, _NOTHING) is not _NOTHING:
-            self._packed.stream.load_state_dict(state["end"])  # it has begun anew
-
-
-def _told_by(obj: Any) -> Any:
-    return obj.state_dict() if has_state(obj) else None

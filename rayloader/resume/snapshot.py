@@ -123,17 +123,6 @@ def _takes(method: Any, *arguments: Any) -> bool:
     return True
 
 
-def pass_on(wrapper: Any, wrapped: Any) -> None:
-    """Gives a dataset that reads another one the methods of that by which it has a state, or is told an epoch.
-
-    So a loader does for it all that it would do for the other. What the wrapper itself remembers is in its iterator.
-    They are attributes of the object: libraries ask classes, or objects without running code, for these methods.
-    """
-    for name in ("state_dict", "load_state_dict", "set_epoch"):
-        if callable(method := getattr(wrapped, name, None)):
-            setattr(wrapper, name, method)
-
-
 class SnapshotTaker:
     """Takes one worker's snapshots, each as the difference from the last.
 

@@ -1,7 +1,7 @@
 """Anonymous memory files, which one process creates and others on the machine open by an address, and room for them.
 
 Promise: nothing is visible in the file system, and the kernel frees a file with its last user, whichever process dies.
-A file can't be resized, so that no access to a mapping of it can fail. `open_file` opens that very file or nothing: the
+A file never shrinks, so that no access to a mapping of it can fail. `open_file` opens that very file or nothing: the
 number in an address may belong to another process's file by the time it is used, or in another PID namespace.
 
 Arenas and images consist of them. No state; any thread may call. This module does not import Ray.
@@ -68,7 +68,8 @@ class MemoryFile:
 
     Args:
         kind: its purpose; a part of its name.
-        nbytes: its size, which cannot change.
+        nbytes: its size.
+        grows: whether it may be appended to; otherwise its size cannot change.
 
     Attributes:
         fd: readable and writable.
@@ -80,7 +81,7 @@ class MemoryFile:
 
     _fds: Sequence[int] = ()  # also for `close`, if an interrupt came before the constructor's first line
 
-    def __init__(self, kind: str, nbytes: int) -> None:
+    def __init__(self, kind: str, nbytes: int, *, grows: bool = False) -> None:
         fds: list[int] = []
         self._fds = fds
         name = f"rayloader-{kind}-{secrets.token_hex(16)}"
@@ -88,7 +89,7 @@ class MemoryFile:
             # In one step: an interrupt would lose what was made and is not assigned yet.
             fds.extend(map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]))
             os.ftruncate(self.fd, nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | (0 if grows else fcntl.F_SEAL_GROW))
             self.address = address_of(self.fd, name)
         except (OSError, AttributeError) as error:  # AttributeError: not Linux
             self.close()
@@ -147,7 +148,7 @@ def open_file(address: FileAddress, *, writable: bool) -> int:
         status = os.fstat(fd)
     except OSError as error:
         raise MemoryFileError(f"can't open {address.name} at {path}: {error}") from error
-    if (status.st_ino, status.st_dev, status.st_size) != (address.inode, address.device, address.nbytes):
+    if (status.st_ino, status.st_dev) != (address.inode, address.device) or status.st_size < address.nbytes:
         os.close(fd)
         raise MemoryFileError(f"{path} is named {address.name}, but is not that file")
     return fd

@@ -13,10 +13,12 @@ import torch
 from torch.utils.data import BatchSampler
 
 from probes import oversubscribed
-from rayloader import DataLoader, ParquetStream, cached
+from rayloader import DataLoader, ParquetStream, ShuffleBuffer, cached
 from rayloader.plans import Cuts, PackedStream
 from wrapped_data import (
+    LENGTH,
     STREAMS,
+    BothTell,
     Counts,
     CountsEpochs,
     Fixed,
@@ -26,6 +28,7 @@ from wrapped_data import (
     Shuffled,
     Staged,
     TakesOverLate,
+    TellsPosition,
     Turning,
 )
 
@@ -129,6 +132,45 @@ def test_packs_of_actors(ray_session):
     check_each_place(make, places=slice(-2, None))
 
 
+def shuffled(stream, *options, **more):
+    def make():
+        return DataLoader(ShuffleBuffer(stream(), 4), *options, collate_fn=as_it_is, **more)
+
+    return make
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_shuffle_buffer_without_workers(stream, batch_size):
+    check_each_place(shuffled(stream, batch_size), epochs=3)
+
+
+def test_a_shuffle_buffer_with_seeds_of_batches_or_of_a_rank():
+    check_each_place(shuffled(Shuffled, None, seeding="batch"))
+    check_each_place(shuffled(TakesOverLate, None, num_replicas=2, rank=1), epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("stream", "options"),
+    [
+        (Fixed, FORKS),
+        (Shuffled, PERSISTENT),
+        (TellsPosition, PERSISTENT),
+        (BothTell, {**PERSISTENT, "seeding": "batch"}),
+        *(pytest.param(stream, PERSISTENT, marks=FULL) for stream in STREAMS),
+        *(pytest.param(stream, {**FORKS, "seeding": "batch"}, marks=FULL) for stream in STREAMS),
+    ],
+)
+def test_a_shuffle_buffer_of_forks(stream, options):
+    """From the places of the second epoch, the one before its first batch included."""
+    check_each_place(shuffled(stream, None, **options), places=slice(LENGTH + 1, None))
+
+
+def test_a_shuffle_buffer_of_actors(ray_session):
+    make = shuffled(TellsPosition, None, num_workers=2, persistent_workers=True, workers="ray")
+    check_each_place(make, places=slice(-2, None))
+
+
 def jittered(text):
     return float(text) + torch.rand(()).item() + random.random()
 
@@ -178,7 +220,7 @@ def test_a_wrapped_dataset_with_a_state_that_the_program_sets(wrap):
     assert [*loader] == [*whole]
 
 
-@pytest.mark.parametrize("wrap", [partial(PackedStream, seq_len=2), cached, Cuts])
+@pytest.mark.parametrize("wrap", [partial(PackedStream, seq_len=2), partial(ShuffleBuffer, size=2), cached, Cuts])
 def test_a_wrapper_has_what_the_dataset_has(wrap):
     inner = CountsEpochs() if isinstance(wrap, partial) else Staged()
     inner.set_epoch = partial(setattr, inner, "told")

@@ -48,14 +48,11 @@ NOT_ON_THE_PAGE = {
     "... does not reach node": "goes on after `The dataset refers to`",
     "... node ... does not have": "goes on after `The dataset refers to`",
     "... this worker on ... can't open": "goes on after `The dataset refers to`",
-    "it is of another format, or of ... samples": "goes on after `the cache ... can't be used`",
-    "it is of another format, or was cut off": "goes on after `the cache ... can't be used`",
-    "its header is damaged": "goes on after `the cache ... can't be used`",
+    "it is of another format, or of another number of samples": "goes on after `the cache ... can't be used`",
     "keep the object that it is a view of": "goes on after `cannot pickle`",
     "a descriptor of this process": "goes on after `cannot pickle`",
     "a file of this process": "goes on after `cannot pickle`",
     "torch.compile has made it": "goes on after `cannot pickle`",
-    "it is of another dataset": "goes on after `the cache ... can't be used`",
 }
 
 
@@ -218,7 +215,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "SharedList index": lambda: SharedList("ab")[2],
     "cached() needs": lambda: rayloader.cached(object()),
     "max_bytes must": lambda: rayloader.cached([1], "much"),
-    "... is of a folder": lambda: rayloader.cached([1], fingerprint="1"),
+    "... is of a folder": lambda: rayloader.cached([1], key="1"),
     "a cached dataset is asked": lambda: rayloader.cached([1])["a"],
     "index ... is out of range": lambda: rayloader.cached([1])[1],
     "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),

@@ -1,0 +1,106 @@
+"""`ShuffleBuffer`: the samples of any stream in a random order, drawn from some that were read beforehand.
+
+Promise: each sample comes once. The order depends on the stream, on the size, and on a number that the loader's seed
+gives for each worker and epoch. The state of an iterator holds the samples of the buffer, so it is exact.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from rayloader.errors import StateError
+from rayloader.resume.wrapped import Source, pass_on
+
+_T = TypeVar("_T")
+if TYPE_CHECKING:
+    _StreamOf = IterableDataset
+else:  # as in loader.py: what parameters torch's classes have may change
+    _StreamOf = {_T: IterableDataset}
+
+
+class ShuffleBuffer(_StreamOf[_T], Generic[_T]):
+    """The samples of a stream in a random order: each is drawn from `size` of them, which the worker has read.
+
+    Each worker has a buffer for its own part of the stream; see `get_shard_info`. It holds `size` samples, and so does
+    a state: shuffle before samples become large, paths before they are images. If the stream has a state, or its
+    iterator, a loader that resumes reads on where reading had stopped; otherwise it reads the stream again from its
+    start, as it would without the buffer.
+
+    The order is another one in each epoch. It is drawn from torch's global generator when an epoch begins, which
+    loaders seed for each worker and epoch: `torch.manual_seed`, or the loader's `generator`, fixes it.
+
+    Args:
+        stream: an iterable of samples.
+        size: how many samples the buffer holds, at least 1.
+
+    Raises:
+        ValueError: `size` is no whole number, or too small.
+    """
+
+    def __init__(self, stream: Any, size: int) -> None:
+        self.stream, self.size = stream, whole("size", size, 1, "ShuffleBuffer")
+        pass_on(self, stream)
+
+    def __iter__(self) -> Iterator[_T]:
+        source = Source(self.stream)
+        return (_StatefulSamples if source.has_state else _Samples)(self, source)
+
+
+class _Samples(Iterator[Any]):
+    """The samples of one reading of the stream."""
+
+    def __init__(self, shuffled: ShuffleBuffer[Any], source: Source) -> None:
+        self._size, self._source = shuffled.size, source
+        self._buffer: list[Any] = []
+        self._generator = np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_()))
+
+    def __next__(self) -> Any:
+        for sample in self._source:  # until there is one more than the buffer holds
+            self._buffer.append(sample)
+            if len(self._buffer) > self._size:
+                break
+        if not self._buffer:
+            raise StopIteration
+        place = self._generator.integers(min(self._size, len(self._buffer)))
+        self._buffer[place], self._buffer[-1] = self._buffer[-1], self._buffer[place]
+        return self._buffer.pop()
+
+
+class _StatefulSamples(_Samples):
+    """Those of a stream that has a state, or whose iterator has one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The samples of the buffer, and the states of its generator and of the reading."""
+        generator = self._generator.bit_generator.state
+        return {**self._source.state_dict(), "buffer": [*self._buffer], "size": self._size, "generator": generator}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state. Raises StateError if it is not one, or of a buffer of another size."""
+        self._source.load_state_dict(state, "ShuffleBuffer")
+        if state.get("size") != self._size:
+            raise StateError(
+                f"the state of a ShuffleBuffer was saved with size={state.get('size')!r}, and here it is {self._size}; "
+                "make the buffer as the one that was saved"
+            )
+        self._buffer, self._generator.bit_generator.state = [*state["buffer"]], state["generator"]
+
+
+def whole(name: str, value: Any, least: int, owner: str) -> int:
+    """A whole number that the user gave.
+
+    Raises:
+        ValueError: it is none, or is too small.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ValueError(f"{name} of a {owner} must be a whole number >= {least}, got {value!r}")
+    return number
