@@ -20,9 +20,8 @@ from typing_extensions import override
 from rayloader.actors import session
 from rayloader.actors.actor import Actor, Lease, Ref, watch
 from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
-from rayloader.actors.image import Image
+from rayloader.actors.image import Image, Source, module_folders
 from rayloader.actors.pool import Pool
-from rayloader.actors.replica import Source, module_folders
 from rayloader.errors import RaySessionError
 from rayloader.gpu.device import Accelerator
 from rayloader.options import Options

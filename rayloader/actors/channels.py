@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from rayloader._compat import new_identity
 from rayloader.actors.actor import Actor, RayAnswer, watch
-from rayloader.actors.replica import Source
+from rayloader.actors.image import Source
 from rayloader.actors.tcp_line import TcpDriverLine
 from rayloader.protocol import Served, Setup, Up
 from rayloader.resume.journal import Resumed
