@@ -23,9 +23,10 @@ from rayloader.actors import session
 from rayloader.actors._compat_ray import on_completed, said_of_end
 from rayloader.actors.cluster import demand
 from rayloader.actors.image import Image
+from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
-from rayloader.protocol import WorkerAddress
-from rayloader.workers.connection import NONE_YET, Channel, Mailbox, NeverStarts, Process, Started
+from rayloader.protocol import NONE_YET, WorkerAddress
+from rayloader.workers.connection import Channel, Mailbox, NeverStarts, Process, Started
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 
@@ -169,7 +170,7 @@ class Actor(Process):
         with contextlib.suppress(NeverStarts):
             self.has_started()  # notes the address
         said = said_of_end(str(error)) if error is not None else ""
-        return said or "its process has ended; neither a signal nor an exit code is known"
+        return said or exit_in_words(None)
 
     @override
     def has_started(self) -> bool:

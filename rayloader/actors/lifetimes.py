@@ -38,7 +38,7 @@ from ray.exceptions import RayError
 from rayloader.actors._compat_ray import on_completed
 from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, wait_for
 from rayloader.interrupts import new_lock
-from rayloader.workers.connection import NONE_YET
+from rayloader.protocol import NONE_YET
 from rayloader.workers.janitor import janitor
 
 # How long actors are kept after their work: between two epochs lie a checkpoint, a validation, a notebook's cell.

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from rayloader._compat import libc
 from rayloader.actors._compat_ray import RAY_START_LOGGERS, connection_of
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread
@@ -54,8 +55,7 @@ START_LIMIT_S = 600.0
 
 logger = logging.getLogger("rayloader")
 
-_libc = ctypes.CDLL(None)
-_libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 _ACTION_BYTES = 512  # more than any system's `struct sigaction`, which is restored unread
 
 
@@ -176,12 +176,12 @@ def signals_stay() -> Iterator[None]:
     """The kernel does at each signal afterwards what it did before; see NOTE [who starts Ray]."""
     before = {number: ctypes.create_string_buffer(_ACTION_BYTES) for number in signal.valid_signals()}
     for number, action in before.items():
-        _libc.sigaction(number, None, action)
+        libc.sigaction(number, None, action)
     try:
         yield
     finally:
         for number, action in before.items():
-            _libc.sigaction(number, action, None)
+            libc.sigaction(number, action, None)
 
 
 # Lines that Ray need not print: that it sets no SIGTERM handler outside the main thread, as it should; and about a Ray

@@ -9,7 +9,7 @@ from multinode_data import Calls, as_is, origin
 from multinode_waiting import HANG_LIMIT, wait_until
 from rayloader import DataLoader
 from rayloader.actors.actor import wait_for
-from rayloader.workers.connection import NONE_YET
+from rayloader.protocol import NONE_YET
 from rayloader.workers.fleet import Fleet
 
 pytestmark = pytest.mark.multinode

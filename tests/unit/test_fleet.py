@@ -15,9 +15,9 @@ from rayloader.actors import pool
 from rayloader.actors.actors import Actors
 from rayloader.epoch import hosts
 from rayloader.errors import own_notes
-from rayloader.protocol import Replica
+from rayloader.protocol import NONE_YET, Replica
 from rayloader.resume.journal import Journal
-from rayloader.workers.connection import NONE_YET, Channel, NeverStarts, ProcessLost
+from rayloader.workers.connection import Channel, NeverStarts, ProcessLost
 from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet, Worker
 
 
