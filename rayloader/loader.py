@@ -543,9 +543,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         """
         if self._read_anew:
             raise StateError(
-                "a framework has rebuilt this loader and reads the new one, which alone knows the position: call "
-                "state_dict() of that one, which Accelerate's prepare() has returned under rayloader.patch(). Under "
-                "Ray Train create the loader with num_replicas and rank, and it is read itself"
+                "a framework has rebuilt this loader and reads the new one, which alone knows the position; call "
+                "state_dict() of that one, or under Ray Train create the loader with num_replicas and rank"
             )
         if self._state is None and self._before is not None and self._before.is_known:
             return self._before.state()

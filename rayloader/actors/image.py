@@ -267,9 +267,8 @@ def decode_replica(
         except Exception as error:  # the user's objects may raise anything
             add_note(
                 error,
-                f"The {name} cannot be opened in the worker. Workers must be able to import the modules of its classes "
-                "and functions, and its classes must allow what unpickling does (see __getnewargs__, __reduce__). Or "
-                "create the object at fault in worker_init_fn or lazily on first use, and drop it in __getstate__",
+                f"The {name} cannot be opened in the worker, which must be able to import its modules; create the "
+                "object at fault in worker_init_fn or on first use, and drop it in __getstate__",
             )
             raise
 
@@ -334,18 +333,15 @@ def _explained(replica: Replica) -> str | None:
 
 def _warn_of_copy(function: str, generator: str) -> None:
     warnings.warn(
-        f"the workers have a copy of the random generator {generator} for {function}, which is a lambda or was made by "
-        "another function, and one more for the rest of its module: both may draw the same numbers. Define the "
-        "function at the top level of the module, or let the dataset hold the generator",
+        f"the workers have a copy of the random generator {generator} for {function}, and another one for the "
+        "rest of its module; define the function at the top level of its module, or let the dataset hold the generator",
         stacklevel=2,
     )
 
 
 def _warn_of_shared_memory(path: str) -> None:
     warnings.warn(
-        f"the dataset holds a tensor or an array in memory that processes share, {path}, but its type does not tell "
-        "that, so the workers get a copy, and what one writes there reaches nobody else. Hold the np.memmap itself, an "
-        "array over a multiprocessing.RawArray, or a tensor after share_memory_(), and make views of it in "
-        '__getitem__; or use workers="fork"',
+        f"the dataset holds a tensor or an array in memory that processes share, {path}, of which the workers get a "
+        'copy; hold the np.memmap, RawArray or tensor after share_memory_() itself, or use workers="fork"',
         stacklevel=2,
     )
