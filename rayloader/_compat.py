@@ -217,14 +217,14 @@ def end_tracker() -> None:
     _tracker._stop()
 
 
-_libc = ctypes.CDLL(None)  # loaded before there are forks
+libc = ctypes.CDLL(None)  # loaded before there are forks
 
 
 def keep_freed_memory() -> None:
     """Lets this process keep what it frees, because fresh pages are a loader's main cost; not without glibc."""
-    if hasattr(_libc, "mallopt"):
-        _libc.mallopt(-4, 0)  # M_MMAP_MAX
-        _libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def file_of_ctypes(obj: object) -> tuple[int, int, int, int] | None:

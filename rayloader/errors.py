@@ -164,8 +164,10 @@ def warning_at_the_users_line() -> Iterator[None]:
         warnings.warn(warning.message, stacklevel=level_outside("rayloader", "torch", "contextlib"))
 
 
-def exit_in_words(code: int) -> str:
+def exit_in_words(code: int | None) -> str:
     """How a process has ended, in torch's words, by its exit code: minus a signal's number if that has killed it."""
+    if code is None:
+        return "its process has ended; neither a signal nor an exit code is known"
     return f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 

@@ -137,7 +137,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
     RAY_ADDRESS is set) or this loader asks for them; otherwise they are forks of this process, as torch's are, and the
     first batch comes at once. See `workers`. The actors are shared by all loaders of the process. They stay warm
-    for a minute after their work, unless something else in the cluster waits for what they hold.
+    for a minute after their work, or for 10 seconds if they hold CPUs or other resources of a cluster.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has its own dataset object, a new one at each `iter()`
@@ -543,9 +543,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         """
         if self._read_anew:
             raise StateError(
-                "a framework has rebuilt this loader and reads the new one, which alone knows the position: call "
-                "state_dict() of that one, which Accelerate's prepare() has returned under rayloader.patch(). Under "
-                "Ray Train create the loader with num_replicas and rank, and it is read itself"
+                "a framework has rebuilt this loader and reads the new one, which alone knows the position; call "
+                "state_dict() of that one, or under Ray Train create the loader with num_replicas and rank"
             )
         if self._state is None and self._before is not None and self._before.is_known:
             return self._before.state()

@@ -24,6 +24,8 @@ from rayloader._compat import ExceptionWrapper
 from rayloader.errors import add_note
 from rayloader.transport.lanes import Wire, fits_in_band
 
+NONE_YET: Any = object()  # in place of an answer that has not come
+
 
 def carried() -> tuple[type, ...]:
     """The kinds of objects that go through Ray unchanged: references to its objects, whose owners it keeps informed.

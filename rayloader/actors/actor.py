@@ -21,11 +21,12 @@ from typing_extensions import override
 
 from rayloader.actors import session
 from rayloader.actors._compat_ray import on_completed, said_of_end
+from rayloader.actors.cluster import demand
 from rayloader.actors.image import Image
-from rayloader.actors.room import demand
+from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
-from rayloader.protocol import WorkerAddress
-from rayloader.workers.connection import NONE_YET, Channel, Mailbox, NeverStarts, Process, Started
+from rayloader.protocol import NONE_YET, WorkerAddress
+from rayloader.workers.connection import Channel, Mailbox, NeverStarts, Process, Started
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 
@@ -154,9 +155,9 @@ class Actor(Process):
         return "" if self.address is None else self.address.node_id
 
     @property
-    def holds(self) -> dict[str, float]:
-        """What it takes from others as long as it runs, idle or not, by Ray's names; nothing before."""
-        return {} if self.address is None else demand(self.options)
+    def holds(self) -> bool:
+        """Whether it takes something from others as long as it runs, idle or not."""
+        return bool(demand(self.options))
 
     @property
     def is_near(self) -> bool:
@@ -169,7 +170,7 @@ class Actor(Process):
         with contextlib.suppress(NeverStarts):
             self.has_started()  # notes the address
         said = said_of_end(str(error)) if error is not None else ""
-        return said or "its process has ended; neither a signal nor an exit code is known"
+        return said or exit_in_words(None)
 
     @override
     def has_started(self) -> bool:

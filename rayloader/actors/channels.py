@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from rayloader._compat import new_identity
 from rayloader.actors.actor import Actor, RayAnswer, watch
-from rayloader.actors.replica import Source
+from rayloader.actors.image import Source
 from rayloader.actors.tcp_line import TcpDriverLine
-from rayloader.protocol import Served, Setup, Up
+from rayloader.protocol import NONE_YET, Served, Setup, Up
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
@@ -26,7 +26,6 @@ from rayloader.transport.lanes import Lent, in_message, pack, unpack
 from rayloader.transport.line import Line, LineError, unpacked
 from rayloader.transport.local_line import DriverLine
 from rayloader.workers.connection import (
-    NONE_YET,
     Channel,
     LineCalls,
     LineRefused,

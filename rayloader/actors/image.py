@@ -1,4 +1,4 @@
-"""Images: the bytes from which the workers of a node open their replica, in one copy.
+"""What the driver sends of itself to actors, and images: the bytes from which the workers of a node open their replica.
 
 Promise: an `Image` is immutable. It consists of one memory file, which holds the skeleton and all buffers that had to
 be copied, and of regions of the user's own files (mapped.py). `open_image` maps the file private and writable, so that
@@ -22,6 +22,8 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,8 +31,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayloader.errors import ReplicaError, add_note
-from rayloader.transport import codec
-from rayloader.transport.mapped import Mapped, Region, RegionArray, merged, open_region, open_storage
+from rayloader.protocol import Replica, carried
+from rayloader.random.generators import RECORDED
+from rayloader.transport import codec, unpicklable
+from rayloader.transport.mapped import Mapped, Region, RegionArray, merged, open_region, open_storage, shared_file
 from rayloader.transport.memory_file import (
     FileAddress,
     MemoryFile,
@@ -263,8 +267,81 @@ def decode_replica(
         except Exception as error:  # the user's objects may raise anything
             add_note(
                 error,
-                f"The {name} cannot be opened in the worker. Workers must be able to import the modules of its classes "
-                "and functions, and its classes must allow what unpickling does (see __getnewargs__, __reduce__). Or "
-                "create the object at fault in worker_init_fn or lazily on first use, and drop it in __getstate__",
+                f"The {name} cannot be opened in the worker, which must be able to import its modules; create the "
+                "object at fault in worker_init_fn or on first use, and drop it in __getstate__",
             )
             raise
+
+
+# ---- the replica
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an actor gets its replica from.
+
+    Attributes:
+        node_id: the driver's.
+        sys_path: where the driver finds modules.
+        image: of the replica, the driver's.
+        carried: parts of the replica that Ray carries unchanged.
+        content: for workers that cannot open the driver's files: in a list, Ray's object with the bytes of the image's
+            file, or None if the node has an image of an earlier epoch.
+        hosted: in a list too, the address of the image that one worker of the node has made of them.
+    """
+
+    node_id: str
+    sys_path: list[str]
+    image: ImageAddress
+    carried: list[Any]
+    content: list[Any] | None = None
+    hosted: list[Any] | None = None
+
+
+def module_folders() -> list[str]:
+    """Where this process finds modules, for processes with another working directory."""
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:  # it was removed: nothing is found there
+        cwd = ""
+    return [os.path.join(cwd, entry) for entry in map(os.fspath, sys.path)]
+
+
+def encode_replica(replica: Replica) -> codec.Encoded:
+    """A replica, to be written into an image. What the workers are to get otherwise than as it is here is warned of."""
+    try:
+        encoded = codec.encode(replica, carry=carried(), replica=True, special=RECORDED)
+    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
+        if (explanation := _explained(replica)) is not None:
+            add_note(error, f"It cannot be sent to the workers: {explanation}")
+        raise
+    if encoded.copied is not None:
+        _warn_of_copy(*encoded.copied)
+    copied = (buffer for number, buffer in enumerate(encoded.buffers) if number not in encoded.mapped)
+    if (path := shared_file(map(address_of_buffer, copied))) is not None:
+        _warn_of_shared_memory(path)
+    return encoded
+
+
+def _explained(replica: Replica) -> str | None:
+    """Which part of a replica cannot be pickled, if it is found."""
+    for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
+        if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
+            return explanation
+    return None
+
+
+def _warn_of_copy(function: str, generator: str) -> None:
+    warnings.warn(
+        f"the workers have a copy of the random generator {generator} for {function}, and another one for the "
+        "rest of its module; define the function at the top level of its module, or let the dataset hold the generator",
+        stacklevel=2,
+    )
+
+
+def _warn_of_shared_memory(path: str) -> None:
+    warnings.warn(
+        f"the dataset holds a tensor or an array in memory that processes share, {path}, of which the workers get a "
+        'copy; hold the np.memmap, RawArray or tensor after share_memory_() itself, or use workers="fork"',
+        stacklevel=2,
+    )

@@ -37,8 +37,7 @@ from rayloader._compat import (
 )
 from rayloader.actors import session, tcp_line
 from rayloader.actors._compat_ray import set_process_title
-from rayloader.actors.image import Image, ImageAddress, decode_replica, image_from_content, open_image
-from rayloader.actors.replica import Source
+from rayloader.actors.image import Image, ImageAddress, Source, decode_replica, image_from_content, open_image
 from rayloader.errors import ReplicaMemoryError
 from rayloader.host.server import Hosting, exit_without_callbacks
 from rayloader.host.worker import BuildOrder

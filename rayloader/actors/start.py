@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from rayloader._compat import libc
 from rayloader.actors._compat_ray import RAY_START_LOGGERS, connection_of
 from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread
@@ -54,8 +55,7 @@ START_LIMIT_S = 600.0
 
 logger = logging.getLogger("rayloader")
 
-_libc = ctypes.CDLL(None)
-_libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 _ACTION_BYTES = 512  # more than any system's `struct sigaction`, which is restored unread
 
 
@@ -105,9 +105,8 @@ class Starter(DaemonThread):
                     logger.warning("rayloader: waiting for Ray, which is still starting after %.0f s", START_NOTICE_S)
             if not self.done and waited >= START_LIMIT_S:
                 raise RaySessionError(
-                    f"Ray has not started on this machine within {START_LIMIT_S:.0f} s: on a very busy machine it may "
-                    "give up its own workers, and wait for them for ever. End this program and start it again, or run "
-                    "`ray start --head` before it and set RAY_ADDRESS=auto"
+                    f"Ray has not started on this machine within {START_LIMIT_S:.0f} s; start the program again, or "
+                    "run `ray start --head` before it and set RAY_ADDRESS=auto"
                 )
 
     def leave(self) -> None:
@@ -146,16 +145,13 @@ class Starter(DaemonThread):
                 with contextlib.suppress(Exception):  # the first error is the one to report
                     ray.shutdown()  # Ray itself does not end what it has started
             named = f"{'address' if options.get('address') else 'RAY_ADDRESS'}={self._address}"
-            remedy = "call iter() again, or run `ray start --head` before the program and set RAY_ADDRESS=auto"
-            if options:
-                given = ", ".join(options)
-                remedy = f"check the options that rayloader.init() was given ({given}); if they are right, {remedy}"
+            given = f"check the options {', '.join(options)}, or " if options else ""
             raise RaySessionError(
-                f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it "
-                "to have one started on this machine. A running Ray takes no options for its start, and may ask for a "
-                f"token (RAY_AUTH_MODE=token). Ray said: {error}"
+                f"the Ray that {named} names could not be joined; set it to the address of a running Ray, or unset it. "
+                f"Ray said: {error}"
                 if self.joins
-                else f"Ray could not be started on this machine: {remedy}. Ray said: {error}"
+                else f"Ray could not be started on this machine: {given}run `ray start --head` before the program and "
+                f"set RAY_ADDRESS=auto. Ray said: {error}"
             ) from error
 
 
@@ -176,12 +172,12 @@ def signals_stay() -> Iterator[None]:
     """The kernel does at each signal afterwards what it did before; see NOTE [who starts Ray]."""
     before = {number: ctypes.create_string_buffer(_ACTION_BYTES) for number in signal.valid_signals()}
     for number, action in before.items():
-        _libc.sigaction(number, None, action)
+        libc.sigaction(number, None, action)
     try:
         yield
     finally:
         for number, action in before.items():
-            _libc.sigaction(number, action, None)
+            libc.sigaction(number, action, None)
 
 
 # Lines that Ray need not print: that it sets no SIGTERM handler outside the main thread, as it should; and about a Ray

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from rayloader import __version__
 from rayloader.cli import doctor, inspecting, rates, replaying, sources
-from rayloader.cli.console import AsJson, err, fail, out, print_json
 from rayloader.cli.rates import LoaderKind, Rate
+from rayloader.cli.sources import AsJson, err, fail, out, print_json
 from rayloader.options import Workers
 
 app = typer.Typer(

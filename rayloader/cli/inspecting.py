@@ -1,7 +1,9 @@
-"""The command that looks at what a run has saved: `rayloader show`."""
+"""The command that looks at what a run has saved, `rayloader show`: the fields of a state, in plain types."""
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,11 +11,9 @@ import typer
 from rich.table import Table
 
 from rayloader.cli import sources
-from rayloader.cli.console import AsJson, fail, out, print_json, shown
-from rayloader.cli.sources import SourceError
+from rayloader.cli.sources import AsJson, SourceError, fail, out, print_json, shown
 from rayloader.errors import RayloaderError
-from rayloader.replay.describe import described
-from rayloader.resume.state import State
+from rayloader.resume.state import VERSION, State
 
 Key = Annotated[str, typer.Option(help="which state, if there are several: its place in the file, as loaders.train")]
 _LONG = 600  # characters of a part of a state that are printed
@@ -48,3 +48,28 @@ def _in_words(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(map(_in_words, value)) and f"[{'; '.join(map(_in_words, value))}]"
     return "" if value is None else str(value)
+
+
+_WHOLE = 64  # characters of a text, and items of a list, that a description holds; of more a size and a checksum
+
+
+def described(state: State) -> dict[str, Any]:
+    """Everything that a state holds, in types that JSON knows, after the epoch and step that it leads to."""
+    fields_of_state = {name: _plain(value) for name, value in state._asdict().items()}
+    return {"epoch": state.epoch, "step": state.step, **fields_of_state, "version": VERSION}
+
+
+def _plain(value: Any) -> Any:
+    """A part of a state: records by the names of their fields."""
+    if value is None or type(value) in (bool, int, float) or (type(value) is str and len(value) <= _WHOLE):
+        return value
+    if hasattr(value, "_asdict"):
+        return {name: _plain(inner) for name, inner in value._asdict().items()}
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)) and len(value) <= _WHOLE:
+        return [_plain(inner) for inner in value]
+    content = value if isinstance(value, bytes) else repr(value).encode()
+    return f"{len(content)} bytes, checksum {zlib.crc32(content):08x}"

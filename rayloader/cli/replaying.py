@@ -9,9 +9,8 @@ import torch
 import typer
 
 from rayloader.cli import sources
-from rayloader.cli.console import AsJson, err, fail, out, print_json, shown
 from rayloader.cli.inspecting import Key
-from rayloader.cli.sources import SourceError
+from rayloader.cli.sources import AsJson, SourceError, err, fail, out, print_json, shown
 from rayloader.errors import RayloaderError
 from rayloader.loader import DataLoader
 from rayloader.replay.rebuild import Rebuilt, Reconstruction

@@ -1,4 +1,4 @@
-"""What is given to a command: a file with a state, or the states of all ranks; or the name of a loader.
+"""What is given to a command, and where it prints: a file with a state, or those of all ranks; the name of a loader.
 
 A state may lie anywhere inside of a checkpoint. Nothing in such a file is run: `torch.load` reads tensors and plain
 types only, and the tensors of a large checkpoint stay on disk. The module that a name is of is imported.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import pickle
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NoReturn
 
 import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
 
 from rayloader.errors import StateError
 from rayloader.resume.state import FORMAT, State
@@ -175,3 +179,31 @@ def _chosen(found: dict[str, Any], path: Path, key: str) -> Any:
     keys = ", ".join([*found][:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     what = f"{len(within)} states" if within else f"no state at {key}"
     raise SourceError(f"{path} holds {what}; choose one by --key: {keys}")
+
+
+# ---- where commands print, and how they end
+
+
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else")]
+
+
+def shown(text: str) -> str:
+    """A text that may come from a file: no part of it moves the terminal's cursor, or is markup of rich's."""
+    return escape("".join([char if char.isprintable() or char == "\n" else _as_escape(char) for char in text]))
+
+
+def _as_escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def print_json(content: Any) -> None:
+    """Prints JSON to the standard output."""
+    print(json.dumps(content, indent=2))
+
+
+def fail(error: Exception) -> NoReturn:
+    """Says what is wrong, and ends the command with code 2."""
+    err.print("[red]rayloader:[/]", shown(str(error)))
+    raise typer.Exit(2) from error

@@ -75,9 +75,8 @@ def _actors(
     is written: there may not be room for both.
     """
     from rayloader.actors.actors import Actors
-    from rayloader.actors.image import Contents, Image
+    from rayloader.actors.image import Contents, Image, encode_replica
     from rayloader.actors.pool import get_pool
-    from rayloader.actors.replica import encode_replica
     from rayloader.transport import codec
 
     pool = get_pool()

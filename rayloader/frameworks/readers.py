@@ -111,10 +111,8 @@ class LightningReader(FrameworkReader):
     def note_skips(self) -> None:
         if self._loop() is not None:
             warnings.warn(
-                "Lightning counts the batches of an epoch, and one that skip_steps makes shorter has no end for it: it "
-                "runs no validation there, saves no checkpoint that depends on it, and drops gradients that are "
-                "accumulated by then. Return None from training_step() for such a batch in place of skip_steps, or "
-                "leave all this to the program",
+                "Lightning counts the batches of an epoch, and one that skip_steps makes shorter has no end for it; "
+                "return None from training_step() for such a batch in place of skip_steps",
                 stacklevel=4,
             )
 
@@ -263,8 +261,7 @@ class ReadAhead(Iterator[Any]):
         elif self._reader.drops_states:
             raise StateError(
                 "the checkpoint has a state for this loader, but Lightning has drawn a batch before it loaded the "
-                "checkpoint, because trainer.estimated_stepping_batches was read, and would drop the state. The length "
-                "of the loader is not known, so that number is trainer.max_steps: read that in its place"
+                "checkpoint; read trainer.max_steps in place of trainer.estimated_stepping_batches"
             )
         assert self._iterator is not None
         return self._before.draws(self._iterator, self.loader._tell_state if self._reader.is_ahead else None)

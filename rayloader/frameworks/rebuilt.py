@@ -51,9 +51,8 @@ def check_dispatch(source: Any) -> None:
                 return
             raise ValueError(
                 "with dispatch_batches, Accelerate's default for iterable datasets, one process reads the batches of "
-                f"all ranks, and this loader gives only the part of rank {source._ranks.rank} of "
-                f"{source._ranks.num_replicas}: the other parts would never be read. Leave num_replicas and rank out, "
-                "because Accelerate divides the data itself, or do not give this loader to prepare()"
+                f"all ranks, and this loader has those of rank {source._ranks.rank} of {source._ranks.num_replicas}; "
+                "leave num_replicas and rank out, or do not give this loader to prepare()"
             )
 
 
@@ -63,8 +62,7 @@ def _warn_once(loader_class: type) -> None:
         _warned = True
         framework = {loader_class.__module__.partition(".")[0]} - {"__main__"}
         warnings.warn(
-            f"a rayloader.DataLoader was rebuilt as {loader_class.__module__}.{loader_class.__qualname__}: its "
-            "batches now come from torch's workers, without the seeding, recovery and checkpoints of rayloader; call "
-            "rayloader.patch() at the start of the program, so that frameworks create rayloader's loaders",
+            f"a rayloader.DataLoader was rebuilt as {loader_class.__module__}.{loader_class.__qualname__}, "
+            "whose batches come from torch's workers; call rayloader.patch() at the start of the program",
             stacklevel=level_outside("rayloader", "torch", *framework),
         )

@@ -149,9 +149,8 @@ def _warn(accelerator: Accelerator, error: AcceleratorError) -> None:
     if accelerator.can_register:
         accelerator.can_register = False
         logger.warning(
-            "rayloader: the memory of batches cannot be page-locked (%s), so a thread copies them into page-locked "
-            "memory, as torch's does; raise the limit of locked memory (ulimit -l, docker run --ulimit memlock=-1) or "
-            "the memory limit of the container",
+            "rayloader: the memory of batches cannot be page-locked (%s), so a thread copies them; raise the limit "
+            "of locked memory (ulimit -l, docker run --ulimit memlock=-1) or that of the container's memory",
             str(error),  # the error itself would keep the batch
         )
 

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rayloader.options import is_whole
-from rayloader.plans.describe import Facts, Panel
 from rayloader.plans.inputs import Array, check_whole, shuffled, weights_of
-from rayloader.plans.plan import Latest, Order, Plan
+from rayloader.plans.plan import Facts, Latest, Order, Panel, Plan
 from rayloader.plans.shares import NEAR, Shares, Stream, block_of, rounded
 
 _RUN = 32  # samples that one rank takes in a row, see `Mixture._order`

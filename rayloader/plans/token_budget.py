@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rayloader.plans.describe import Facts, Panel
-from rayloader.plans.inputs import Array, check_whole, lengths_of, narrow
-from rayloader.plans.plan import Batches, BatchPlan, taking
-from rayloader.plans.windows import kept, sorted_windows
+from rayloader.plans.inputs import Array, check_whole, kept, lengths_of, narrow, sorted_windows
+from rayloader.plans.plan import Batches, BatchPlan, Facts, Panel, taking
 
 Cost = Callable[[Array, Array], Array]
 

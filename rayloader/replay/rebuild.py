@@ -181,8 +181,7 @@ def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int)
             process.join()
             raise RayloaderError(
                 f"the process that was to build step {step} of epoch {epoch} again has died, with exit code "
-                f"{process.exitcode}; if it was killed for its memory, build the batch in another program, by "
-                "`rayloader replay`"
+                f"{process.exitcode}; if memory was short, use `rayloader replay`"
             ) from None
         error, *rebuilt = codec.decode(content, [*map(raw.copied, buffers)], ())
         if error is not None:
@@ -226,8 +225,7 @@ def _nearest(loader: Any, states: Sequence[State], epoch: int, step: int) -> Sta
         of_rank = "" if rank is None else f" and of rank {rank}"
         raise StateError(
             f"to build step {step} of epoch {epoch}, a state of that epoch{of_rank} is needed; got states of epochs "
-            f"{sorted({state.epoch for state in states})}. Epochs count from 0, resumed ones too; a state that was "
-            "saved between two epochs is of the next one"
+            f"{sorted({state.epoch for state in states})}"
         )
     return min(fitting, key=lambda state: step - state.step if step >= state.step else step + state.step)
 
@@ -254,9 +252,8 @@ def _planned(loader: Any, state: State, step: int) -> _Plan:
         return _Plan(state, SkipSteps(), step, step - start)
     if count > 1 and (not loader.in_order or loader.scheduling == "dynamic"):
         raise StateError(
-            f"step {step} depends on the batches that its worker has built before it ({depends}), and where workers "
-            "take what comes (in_order=False, scheduling='dynamic') no state says which these are; with "
-            "seeding='batch' and a dataset without state or random generators of its own a batch depends on none"
+            f"step {step} depends on the batches that its worker has built before it ({depends}), and with "
+            f"in_order={loader.in_order} and scheduling={loader.scheduling!r} no state says which; use seeding='batch'"
         )
     worker_id = step % count
     mine = range(start + (worker_id - start) % count, step + 1, count)

@@ -26,7 +26,7 @@ from rayloader.host.shard_info import ranks_told
 from rayloader.interrupts import TICK_S, Bell
 from rayloader.loader import DataLoader
 from rayloader.options import check_means, check_name, is_whole
-from rayloader.protocol import Caught
+from rayloader.protocol import NONE_YET, Caught
 from rayloader.transport.lanes import Recycled, Wire, from_wire, owned
 
 _FORMAT = "rayloader.Consumer"
@@ -254,8 +254,6 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
 
     def _next(self) -> Any:
         """Waits for the next item, and gives it again until it was taken."""
-        from rayloader.workers.connection import NONE_YET  # as in __init__
-
         while True:
             answer = self._bundles[0]
             while answer.value is NONE_YET:

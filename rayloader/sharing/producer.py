@@ -45,8 +45,7 @@ from typing_extensions import override
 from rayloader.actors import session
 from rayloader.actors._compat_ray import on_completed
 from rayloader.actors.actor import RayAnswer, wait_for
-from rayloader.actors.image import Contents, Image, decode_replica, open_image
-from rayloader.actors.replica import Source, module_folders
+from rayloader.actors.image import Contents, Image, Source, decode_replica, module_folders, open_image
 from rayloader.errors import RaySessionError, ShareError, StateError, add_note
 from rayloader.interrupts import Bell
 from rayloader.protocol import Caught, carried

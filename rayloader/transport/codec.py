@@ -141,9 +141,8 @@ def encode(
     except Exception as error:
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             raise pickle.PicklingError(
-                "objects are nested deeper than pickling can follow, or a method that pickling calls does not end (the "
-                "recursion limit was reached); hold them side by side, for instance in one list, and let them refer to "
-                "each other by index"
+                "objects are nested deeper than pickling can follow; hold them side by side in one list, and let them "
+                "refer to each other by index"
             ) from error
         raise
     buffers: list[memoryview] = []

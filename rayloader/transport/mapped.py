@@ -302,9 +302,8 @@ def _of_shared(storage: torch.UntypedStorage) -> Mapped | None:
 
 def _unreachable(path: str) -> ReplicaError:
     return ReplicaError(
-        f"the dataset writes to memory that it shares with other processes, the file {path}, which can't be opened any "
-        "more for the workers; keep the file under its name, give the dataset a copy (clone(), np.array()), or use "
-        'workers="fork"'
+        f"the dataset writes to memory that it shares with other processes, {path}, which can't be opened any more; "
+        'keep the file under its name, give the dataset a copy, or use workers="fork"'
     )
 
 

@@ -219,10 +219,8 @@ def check_room(nbytes: int, purpose: str) -> None:
     free = available()
     if free is not None and nbytes > free:
         raise ReplicaMemoryError(
-            f"{nbytes / 1e9:.2f} GB are needed {purpose}, and {free / 1e9:.2f} GB are available. Let the dataset "
-            "memory-map its files and hold what that gives, which then is not copied (np.memmap, "
-            "np.load(mmap_mode='r'), torch.from_file(shared=True), Arrow's memory_map); hold strings and other objects "
-            "in a rayloader.SharedList; or load them in __getitem__"
+            f"{nbytes / 1e9:.2f} GB are needed {purpose}, and {free / 1e9:.2f} GB are available; hold "
+            "memory-mapped files (np.memmap) and a rayloader.SharedList of other objects, or load them in __getitem__"
         )
 
 

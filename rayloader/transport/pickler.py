@@ -264,9 +264,8 @@ class Pickler(ByValuePickler):
         if obj.device.type != "cpu":
             if self.finder is None:
                 raise TypeError(
-                    f"a batch and its indices must be in main memory, got a tensor on {str(obj.device)!r}: each worker "
-                    "that uses an accelerator takes some of its memory and time from the trainer; create tensors on "
-                    f"the CPU, and let the loader move the batches: DataLoader(..., device={obj.device.type!r})"
+                    f"a batch and its indices must be in main memory, got a tensor on {str(obj.device)!r}; create "
+                    f"tensors on the CPU, and let the loader move batches: DataLoader(..., device={obj.device.type!r})"
                 )
             obj = self._in_main_memory(obj)
         nbytes = obj.nbytes()

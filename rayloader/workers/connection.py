@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from rayloader.errors import RayloaderError
 from rayloader.interrupts import Waker
-from rayloader.protocol import Down, Setup, WorkerAddress
+from rayloader.protocol import NONE_YET, Down, Setup, WorkerAddress
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
@@ -41,7 +41,6 @@ from rayloader.transport.lanes import ArenaLane, Lent, in_message
 from rayloader.transport.line import Line
 from rayloader.transport.memory_file import FileAddress
 
-NONE_YET: Any = object()  # in place of the answer to a Ray call
 Message = Any  # a tuple that begins with an `Up`, ProcessLost or LineRefused
 
 

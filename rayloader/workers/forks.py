@@ -68,9 +68,7 @@ class Fork(Process):
         if self.number in self.zygote.failed:
             return f"no process could be forked: {self.zygote.failed[self.number]}. {REMEDY}"
         status = self.zygote.statuses.get(self.number)
-        if status is None:
-            return "its process has ended; neither a signal nor an exit code is known"
-        return exit_in_words(os.waitstatus_to_exitcode(status))
+        return exit_in_words(None if status is None else os.waitstatus_to_exitcode(status))
 
 
 class ForkCalls(LineCalls):

@@ -143,7 +143,7 @@ def test_any_step_of_a_run_is_built_again_from_each_state_of_its_epoch_that_suit
 
 def test_where_workers_take_what_comes_no_state_says_what_they_have_built():
     run = run_of(in_order=False, epochs=1)
-    with pytest.raises(StateError, match="no state says which these are; with seeding='batch'"):
+    with pytest.raises(StateError, match="no state says which; use seeding='batch'"):
         again(in_order=False).batch_at(0, 7, state=run.states)
     run = run_of(in_order=False, seeding="batch", epochs=1)
     assert len(run.epochs[0]) == 10

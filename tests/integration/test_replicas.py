@@ -327,7 +327,7 @@ def test_what_a_worker_cannot_open_is_told_below_the_error(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="No module named 'only_in_the_trainer'") as caught:
         list(holding({"part": module.Made()}, as_is, 1))
     told = f"{caught.value}{caught.value.__notes__}"
-    assert "The dataset cannot be opened in the worker. Workers must be able to import" in told
+    assert "The dataset cannot be opened in the worker, which must be able to import" in told
 
 
 def test_too_little_memory_is_an_error_of_iter(monkeypatch):

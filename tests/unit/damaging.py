@@ -23,10 +23,10 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from rayloader import DataLoader, RayloaderError
+from rayloader.cli import inspecting as describe
 from rayloader.random.generators import Generators
 from rayloader.random.packed import checked, pack, unpack
 from rayloader.random.random_state import RandomState
-from rayloader.replay import describe
 from rayloader.resume.state import State, as_saved
 
 MEMORY = 2 << 30  # bytes of addresses that the cases may take together

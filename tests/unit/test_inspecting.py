@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from documents import ROOT, commands_of
 from rayloader.cli.commands import app
-from rayloader.replay.describe import described
+from rayloader.cli.inspecting import described
 from states import of_ranks, saved
 
 

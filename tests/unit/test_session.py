@@ -35,7 +35,7 @@ def no_ray(monkeypatch):
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        (None, r"could not be started on this machine.* call iter\(\) again, or run `ray start --head`"),
+        (None, r"could not be started on this machine.* run `ray start --head`"),
         ("local", "could not be started on this machine"),
         ("127.0.0.1:1", r"RAY_ADDRESS=127\.0\.0\.1:1 names could not be joined; set it .* or unset it"),
     ],
@@ -153,7 +153,7 @@ def test_a_start_of_ray_that_never_ends_is_an_error(no_ray, monkeypatch):
 
 def test_options_that_ray_refuses_are_named(no_ray, monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
-    with pytest.raises(RaySessionError, match=r"check the options .* was given \(num_cpus\); if"):
+    with pytest.raises(RaySessionError, match=r"check the options num_cpus, or run"):
         session.ensure({"num_cpus": -1})
 
 
