@@ -35,7 +35,7 @@ from rayloader.data.fingerprint import WithoutContent, content_of, fingerprint_o
 from rayloader.data.sample_store import ABSENT, SampleStore, size_of
 from rayloader.errors import CacheError, add_note
 from rayloader.fetching import ask, one_by_one
-from rayloader.namespaces import attributes_in, attributes_of, functions_of, own_modules
+from rayloader.namespaces import attributes_in
 from rayloader.observe.stats import CacheStats, nbytes
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search, walk
@@ -281,8 +281,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         generators = self._generators  # another thread may look for them too
         if self._searches > 0:
             self._searches -= 1
-            found = search({"dataset": self.dataset}, [*own_modules(main=True), *_main_of(self.dataset)])
-            self._generators = generators = [one.generator for one in found]
+            self._generators = generators = [*search({"dataset": self.dataset}).values()]
         before = self._state = RandomState.capture(generators, self._state)
         samples: Any = None
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
@@ -315,21 +314,9 @@ def _attributes_of(dataset: Any) -> list[Any]:
     return list((attributes_in(dataset) or {}).values())
 
 
-def _main_of(dataset: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The globals of the program's main module, which an actor has only in the functions that came with the dataset."""
-    functions = [
-        function
-        for _, part in walk([((), dataset)])
-        for value in (part, *(value for kind in type(part).__mro__ for value in attributes_of(kind).values()))
-        for function in functions_of(value)
-        if function.__module__ == "__main__"
-    ]
-    return [("__main__", one) for one in {id(one.__globals__): one.__globals__ for one in functions}.values()]
-
-
 def cache_in(dataset: Any) -> CacheStats | None:
     """What the cache of a dataset has measured, or that of one which it holds; None if there is none."""
-    for _, part in walk([((), dataset)]):
+    for _, part in walk({"dataset": dataset}):
         if isinstance(part, CachedDataset):
             return part.stats()
     return None
