@@ -212,7 +212,7 @@ CASES = {
     "closure": lambda: {"dataset": Transformed(closure())},
     "partial": lambda: {"dataset": Transformed(functools.partial(partial, generator=random.Random(8)))},
     "global of a module": lambda: {"dataset": Transformed(use_global), "worker_init_fn": set_global},
-    "slot, class and what code names": lambda: {"dataset": Transformed({"in": [slotted()]}["in"][0])},
+    "slot, class and what code names": lambda: {"dataset": Transformed(slotted()), "workers": "fork"},
     "made anew": lambda: {"dataset": AnewForEach()},
     "system's, unseen": lambda: {"dataset": SystemRandom(shows=False)},
 }
