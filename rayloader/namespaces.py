@@ -16,7 +16,6 @@ import os
 import sys
 import sysconfig
 import types
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -98,42 +97,6 @@ _LIBRARIES = tuple(
 _OF_SOURCES = "pyproject.toml", "setup.py", "setup.cfg"  # in the folder of a project, or the one above its packages
 _LISTS = "RECORD", "top_level.txt"  # of metadata: lines that begin with the name of a package or of a file
 
-_MAIN = "__main__", "__mp_main__"
-_not_own: dict[str, weakref.ref[Any]] = {}  # modules of installed packages, by name
-# As of the last look: the program's own modules, and of all modules their number and the name of the newest. A look at
-# each of the others takes a fork milliseconds, because it writes to their pages.
-_own: list[tuple[str, weakref.ref[Any]]] = []
-_seen: tuple[int, str] | None = None
-
-
-def own_modules(*, main: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """Names and globals of the program's modules. There are thousands of others, which are examined once.
-
-    Args:
-        main: with the one that was run, which only forks have as a module; actors have what of it is pickled by value.
-    """
-    global _seen
-    seen = len(sys.modules), next(reversed(sys.modules))
-    if seen != _seen or not all(ref() is sys.modules.get(name) for name, ref in _own):
-        _look()
-        _seen = seen
-    return [(name, namespace_of(ref())) for name, ref in _own if main or name not in _MAIN]
-
-
-def _look() -> None:
-    """Examines the modules that have been imported since the last look."""
-    global _own
-    own = []
-    for name, module in list(sys.modules.items()):
-        if (ref := _not_own.get(name)) is not None and ref() is module:
-            continue
-        file = namespace_of(module).get("__file__")
-        if _is_own(name, file) or (name in _MAIN and issubclass(type(module), types.ModuleType)):
-            own.append((name, weakref.ref(module)))
-        elif isinstance(file, str):
-            _not_own[name] = weakref.ref(module)
-    _own = own
-
 
 def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
     """Whether these are the globals of a module that the program has written; one without a file may be its own."""
@@ -143,10 +106,13 @@ def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
 
 
 def is_own_name(name: Any) -> bool:
-    """Whether the program has written the module of this name; in a worker `__main__` is another one's."""
-    if name == "__main__":
-        return True
-    module = sys.modules.get(name) if isinstance(name, str) else None
+    """Whether the program has written the module of this name; in a worker `__main__` is another one's.
+
+    What is here without its module was sent by value, as is done with the program's own.
+    """
+    if name == "__main__" or name not in sys.modules:
+        return isinstance(name, str)
+    module = sys.modules[name]
     return is_a(module, types.ModuleType) and is_own_namespace(namespace_of(module))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from inside import end_idle_actors, hide_other_tests, image_files, live_actor_pids, live_memory_files, pool_if_any
+from inside import end_idle_actors, image_files, live_actor_pids, live_memory_files, pool_if_any
 
 ROOT = Path(__file__).parents[1]
 PIP_LIMIT = 600  # seconds; on expiry the test fails
@@ -108,12 +108,6 @@ def ray_session(keepers):
 def keepers():
     """Loaders that keep actors warm from one test to the next: those of the pool may live as long as one is here."""
     return _keepers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def program_of_one_module(request):
-    """A state took ten times as long while the modules of all tests were searched for generators."""
-    hide_other_tests(request.module)
 
 
 @pytest.fixture(autouse=True)

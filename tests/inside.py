@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import sys
-import weakref
 
 EXIT_LIMIT = 500.0  # seconds for a process that was killed to end; on expiry the test fails
 
@@ -112,16 +111,6 @@ def taken_from(iterator):
 def lock_of(pool):
     """The lock that is held while a lost worker is replaced."""
     return pool._lifetimes._lock
-
-
-def hide_other_tests(module):
-    """Searches of the program's own modules pass over those of all tests but this one's: no program has so many."""
-    if (namespaces := sys.modules.get("rayloader.namespaces")) is not None:
-        for name, other in sys.modules.items():
-            if name.startswith("test_"):
-                namespaces._not_own[name] = weakref.ref(other)
-        namespaces._not_own.pop(module.__name__, None)
-        namespaces._seen = None
 
 
 def pool_if_any():

@@ -32,7 +32,7 @@ import numpy as np
 
 from rayloader.errors import ReplicaError, add_note
 from rayloader.protocol import Replica, carried
-from rayloader.random.generators import RECORDED
+from rayloader.random.generators import GENERATORS
 from rayloader.transport import codec, unpicklable
 from rayloader.transport.mapped import Mapped, Region, RegionArray, merged, open_region, open_storage, shared_file
 from rayloader.transport.memory_file import (
@@ -310,7 +310,7 @@ def module_folders() -> list[str]:
 def encode_replica(replica: Replica) -> codec.Encoded:
     """A replica, to be written into an image. What the workers are to get otherwise than as it is here is warned of."""
     try:
-        encoded = codec.encode(replica, carry=carried(), replica=True, special=RECORDED)
+        encoded = codec.encode(replica, carry=carried(), replica=True, special=GENERATORS)
     except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
         if (explanation := _explained(replica)) is not None:
             add_note(error, f"It cannot be sent to the workers: {explanation}")

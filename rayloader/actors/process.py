@@ -42,7 +42,6 @@ from rayloader.errors import ReplicaMemoryError
 from rayloader.host.server import Hosting, exit_without_callbacks
 from rayloader.host.worker import BuildOrder
 from rayloader.protocol import Answer, Replica, Served, Setup, WorkerAddress, final
-from rayloader.random.generators import collecting
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport import local_line
@@ -205,19 +204,18 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _opened(source: Source, *, alone: bool) -> tuple[Replica, list[Any]]:
-    """The replica and the generators in it.
+def _opened(source: Source, *, alone: bool) -> Replica:
+    """The replica.
 
     If no other worker of the process has one, what exists before it is frozen: the collection when it is dropped need
     not look at that, least of all at what its modules hold, which may take longer than an epoch.
     """
     sys.path[:] = [*source.sys_path, *(entry for entry in sys.path if entry not in source.sys_path)]
-    with collecting() as unpickled:
-        if alone:
-            gc.freeze()
-        skeleton, buffers = _open_replica(source)
-        replica: Replica = decode_replica(skeleton, buffers, source.carried)
-    return replica, unpickled
+    if alone:
+        gc.freeze()
+    skeleton, buffers = _open_replica(source)
+    replica: Replica = decode_replica(skeleton, buffers, source.carried)
+    return replica
 
 
 def _open_replica(source: Source) -> Any:

@@ -33,7 +33,7 @@ from rayloader.data.sample_store import ABSENT, SampleStore
 from rayloader.data.trusted import open_own, path_in
 from rayloader.errors import CacheError, add_note
 from rayloader.fetching import ask, one_by_one
-from rayloader.namespaces import attributes_in, own_modules
+from rayloader.namespaces import attributes_in
 from rayloader.observe.stats import CacheStats
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search, walk
@@ -253,8 +253,7 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         generators = self._generators  # another thread may look for them too
         if self._searches > 0:
             self._searches -= 1
-            found = search({"dataset": self.dataset}, own_modules(main=True))
-            self._generators = generators = [one.generator for one in found]
+            self._generators = generators = [*search({"dataset": self.dataset}).values()]
         before = self._state = RandomState.capture(generators, self._state)
         samples: Any = None
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
@@ -295,7 +294,7 @@ def _as_read(sample: Any) -> Any:
 
 def cache_in(dataset: Any) -> CacheStats | None:
     """What the cache of a dataset has measured, or that of one which it holds; None if there is none."""
-    for _, part in walk([((), dataset)]):
+    for _, part in walk({"dataset": dataset}):
         if isinstance(part, CachedDataset):
             return part.stats()
     return None

@@ -30,7 +30,7 @@ from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError, add_note
 from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
-from rayloader.resume.checkpoint import capture_random, generators_of, goes_on, restore_random
+from rayloader.resume.checkpoint import capture_random, goes_on, held_in
 from rayloader.resume.digest import chain, digest, digest_of, drawn
 from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming, trains_in_a_group
@@ -133,13 +133,13 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         position = self.position
         if not self._iterable or position.loaded is None or position.delivered or not position.epoch_of_run:
             return
-        generators = generators_of(self._given)
-        before = RandomState.capture(generators)
+        held = held_in(self._given)
+        before = RandomState.capture(held=held)
         try:
             self._iterate(Stream())
             self._end_again()
         finally:
-            before.restore(generators)
+            before.restore((), held)
 
     def _end_again(self) -> None:
         with self._reader.reads(), _compat_datasets.loading(self._dataset):
@@ -148,15 +148,15 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def _go_on(self, stream: Stream) -> None:
         """Brings the dataset's iterator to where it was. The program's generators keep their states."""
-        generators = generators_of(self._given)
-        before = RandomState.capture(generators)
+        held = held_in(self._given)
+        before = RandomState.capture(held=held)
         if isinstance(self._dataset, IterDataPipe):
             shuffling = torch.Generator()
             shuffling.manual_seed(self._shared_seed)  # type: ignore[arg-type]
             self._dataset = apply_random_seed(self._dataset, shuffling)
         try:
             if stream.begin is not None:
-                restore_random(self._given, stream.begin)
+                stream.begin.restore((), held)
             self._iterate(stream)
             if stream.iterator is not None:
                 with self._reader.reads():
@@ -170,7 +170,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             if stream.ended and self.position.loaded:
                 self._end_again()
         finally:
-            before.restore(generators)
+            before.restore((), held)
 
     def _read_again(self) -> None:
         expected, self._stream.digest = self._stream.digest, 0

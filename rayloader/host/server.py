@@ -54,7 +54,7 @@ class Hosting:
         opened: of a fork, which is told over its line that it is a worker: as for `HostedWorker.start`.
     """
 
-    def __init__(self, opened: Callable[[], tuple[Replica, list[Any] | None]] | None = None) -> None:
+    def __init__(self, opened: Callable[[], Replica] | None = None) -> None:
         self._opened = opened
         self._lane = WorkerLane()
         self._workers: dict[int, HostedWorker] = {}  # by their ids
@@ -81,9 +81,7 @@ class Hosting:
         if worker_id in self._workers:
             self._workers[worker_id].hurry()
 
-    def start(
-        self, setup: Setup, opened: Callable[[], tuple[Replica, list[Any] | None]], state: WorkerState | None
-    ) -> None:
+    def start(self, setup: Setup, opened: Callable[[], Replica], state: WorkerState | None) -> None:
         """This process becomes a worker, besides those that it is already; see `HostedWorker.start`."""
         worker = HostedWorker(setup)
         self.add(setup.worker_id, worker)
@@ -287,7 +285,7 @@ def serve(replica: Replica, end: int) -> None:
         end: the descriptor of this process's end of the line.
     """
     note_fork()
-    hosting = Hosting(lambda: (replica, None))
+    hosting = Hosting(lambda: replica)
     hosting.serve(Line(LineSocket(fileno=end)))
     hosting.end()
 

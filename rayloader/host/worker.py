@@ -29,8 +29,6 @@ from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torch
 from rayloader.host.shard_info import Reader
 from rayloader.host.whole_batches import SELECTS, whole_batch
 from rayloader.protocol import ENDS, Answer, Caught, Replica, ResultKind, Setup, carried, pack_spent
-from rayloader.random.generator_kinds import set_state
-from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.digest import chain, digest, of_error
 from rayloader.resume.journal import Resumed
@@ -48,10 +46,10 @@ _LEFT_OUT = (
     "the batch shows the time or the process. Add what is missing to the state, or take that out of the batches"
 )
 _NOT_RESTORED = (
-    "it depends on something that cannot be restored, such as a random generator that cannot be followed, the time, "
-    "the process, or the order of a set of strings (set PYTHONHASHSEED). Create generators from the same seed in each "
-    "run, and make them attributes of the dataset or globals of its module; or give the dataset state_dict() and "
-    "load_state_dict() that restore it"
+    "it depends on something that cannot be restored, such as a random generator that was created while loading, the "
+    "time, the process, or the order of a set of strings (set PYTHONHASHSEED). Create generators in __init__, in "
+    "worker_init_fn or with the dataset's module, not in __getitem__, and let the dataset, collate_fn or a global of "
+    "their modules hold them; or give the dataset state_dict() and load_state_dict() that restore what it depends on"
 )
 
 
@@ -98,36 +96,32 @@ class HostedWorker:
         self._digest = 0
         self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
-        self._generators = Generators({}, [], modules=tuple)  # none until `start`, which searches for them
-        self._parked: tuple[RandomState, list[tuple[Any, Any]]] | None = None
+        self._parked: RandomState | None = None
         self._worker_info: Any = None
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
-        self._recorder = SnapshotTaker(None, self._generators, RandomState.capture([]))
+        self._recorder = SnapshotTaker(None, {}, RandomState.capture())
         self._left: deque[BuildOrder] = deque()  # not begun, oldest first
         # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
         self._began = self._fetched = self._collated = 0.0
 
-    def start(self, opened: Callable[[], tuple[Replica, list[Any] | None]], state: WorkerState | None) -> None:
+    def start(self, opened: Callable[[], Replica], state: WorkerState | None) -> None:
         """Sets up process state, dataset, seeds, worker_init_fn, iterator: in torch's order. Keeps an error.
 
         Args:
-            opened: returns the replica, and the generators in it if they
-                were noted.
+            opened: returns the replica.
             state: to continue from; None: newly started.
         """
         with self._keeping_failure():
-            loaded, met = opened()
-            names = "dataset", "collate_fn", "worker_init_fn"
-            replica = {name: getattr(loaded, name) for name in names}
-            self._generators = Generators(replica, met)
+            loaded = opened()
             self._dataset, self._collate_fn = loaded.dataset, loaded.collate_fn
             adopt_collate_fn_map(loaded.collate_fn_map)
             self._seed()
-            seeded = RandomState.capture([])
+            seeded = RandomState.capture()
             if loaded.worker_init_fn is not None:
                 loaded.worker_init_fn(self._setup.worker_id)
             _compat_datasets.begins(self._dataset)
-            self._recorder = SnapshotTaker(self._dataset, self._generators, seeded)
+            others = {"collate_fn": self._collate_fn, "worker_init_fn": loaded.worker_init_fn}
+            self._recorder = SnapshotTaker(self._dataset, {"dataset": self._dataset, **others}, seeded)
             if state is None:
                 self._create_fetcher()
             else:
@@ -223,8 +217,7 @@ class HostedWorker:
             self._replayed = self._to_replay = 0
         if not (ends or begins or self._recorder.is_due):
             return None
-        state = self._recorder.snapshot_unless_new(self._iterator, waits=not ends, **self._progress())
-        return None if state is None else tuple(state)
+        return tuple(self._recorder.snapshot(self._iterator, **self._progress()))
 
     def end(self) -> None:
         """Drops the iterator, which may have something to finish, as torch's worker does last."""
@@ -235,7 +228,7 @@ class HostedWorker:
         self._recorder.hurry()
 
     def snapshot(self) -> WorkerState:
-        """A snapshot of the worker, if it has changed since the last one."""
+        """A snapshot of the worker, as the difference from the last one."""
         return self._recorder.snapshot(self._iterator, **self._progress())
 
     def _progress(self) -> dict[str, Any]:
@@ -251,20 +244,17 @@ class HostedWorker:
 
     def park(self) -> None:
         """Another worker of this process becomes active."""
-        self._parked = RandomState.capture([]), self._generators.of_modules()
+        self._parked = self._recorder.capture()
 
     def unpark(self) -> None:
         """This worker becomes active again."""
         assert self._parked is not None
-        random, of_modules = self._parked
-        random.restore([])
-        for generator, state in of_modules:
-            set_state(generator, state)
+        self._recorder.rewind(self._parked)
         self._tell_who_reads()
 
     def rewind_modules(self) -> None:
         """Another worker begins in this process: for it the generators of modules are as they were at the start."""
-        self._generators.rewind_modules()
+        self._recorder.rewind()
 
     def resume(self, resumed: Resumed) -> WorkerState:
         """Begins a new epoch over the same dataset; as in torch's persistent workers nothing is seeded again.
@@ -298,6 +288,7 @@ class HostedWorker:
         if epoch is not None:
             self._dataset_epoch = epoch
             self._dataset.set_epoch(epoch)
+            self._recorder.renew()
 
     def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Returns a task's result."""

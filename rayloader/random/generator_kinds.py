@@ -1,4 +1,4 @@
-"""The random generators of Python, NumPy and torch: their kinds, their states, and how to create one from a state.
+"""The random generators of Python, NumPy and torch: their kinds, and their states.
 
 Promise: a state from `state_of`, set by `set_state` in a generator that it suits, leads to the same draws. Numbers that
 NumPy or torch would use as places in memory without a look are in their ranges, or `set_state` raises.
@@ -151,9 +151,7 @@ def distinct(found: Iterable[Any]) -> list[Any]:
         if key in shared or (key in chosen and not isinstance(generator, np.random.RandomState)):
             continue
         with contextlib.suppress(Exception):  # random.SystemRandom, or a class of the user's
-            state = state_of(generator)
-            if not kind_of(generator):
-                pickle.dumps(state)
+            pickle.dumps(state_of(generator))
             chosen[key] = generator
     return list(chosen.values())
 
@@ -167,30 +165,3 @@ def global_generators() -> tuple[tuple[Any, Any, str], ...]:
         (numpy._rand._bit_generator, numpy._rand, "_bit_generator"),
         (torch.default_generator, torch, "default_generator"),
     )
-
-
-def kind_of(generator: Any) -> str:
-    """The `kind` with which `make_generator` creates such a generator; empty: it can't."""
-    kind = type(generator)
-    if kind in (random.Random, np.random.Generator, np.random.RandomState):
-        return kind.__name__
-    if kind in BIT_GENERATORS.values():
-        return "BitGenerator"
-    return "torch" if kind is torch.Generator and generator.device.type == "cpu" else ""
-
-
-def make_generator(kind: str, state: Any) -> Any:
-    """Creates a generator that a state suits, not yet in that state.
-
-    Raises:
-        TypeError: only the program can create such a one.
-    """
-    match kind:
-        case "Random":
-            return random.Random()
-        case "torch":
-            return torch.Generator()
-        case "Generator" | "RandomState" | "BitGenerator":
-            bits = BIT_GENERATORS[state["bit_generator"]]()
-            return bits if kind == "BitGenerator" else getattr(np.random, kind)(bits)
-    raise TypeError("a class of the user's")

@@ -8,14 +8,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 
 from rayloader import plain_state
 from rayloader.errors import unfit
-from rayloader.random.generator_kinds import BIT_GENERATORS, make_generator, set_state
-from rayloader.random.generators import Located
+from rayloader.random.generator_kinds import BIT_GENERATORS, set_state
 from rayloader.random.random_state import RandomState
-from rayloader.random.search import is_path
 
 _TORCH_BYTES = len(torch.Generator().get_state())  # on the CPU; others have less
 
@@ -27,26 +26,20 @@ def pack(those: RandomState) -> dict[str, Any]:
         "torch": those.torch,
         "numpy": None if those.numpy is None else plain_state.pack(those.numpy[1]),
         "others": None if those.others is None else tuple(map(plain_state.pack, those.others)),
-        "located": None
-        if those.located is None
-        else tuple({**one._asdict(), "state": plain_state.pack(one.state)} for one in those.located),
+        "held": None if those.held is None else {name: plain_state.pack(state) for name, state in those.held.items()},
     }
 
 
 def unpack(packed: dict[str, Any]) -> RandomState:
     """The inverse of `pack`."""
-    python, torch_, numpy, others, located = map(packed.__getitem__, RandomState._fields)
+    python, torch_, numpy, others, held = map(packed.__getitem__, RandomState._fields)
     return RandomState(
         python,
         torch_,
         None if numpy is None else (b"", plain_state.unpack(numpy)),
         None if others is None else tuple(map(plain_state.unpack, others)),
-        None if located is None else tuple(map(_located, located)),
+        None if held is None else {name: plain_state.unpack(state) for name, state in held.items()},
     )
-
-
-def _located(packed: dict[str, Any]) -> Located:
-    return Located(**{**packed, "state": plain_state.unpack(packed["state"])})
 
 
 def checked(those: RandomState) -> RandomState:
@@ -55,23 +48,13 @@ def checked(those: RandomState) -> RandomState:
     for kind, state in own:
         if state is not None:
             check_state(state, kind)
-    for what, several in (("other generators", those.others), ("found generators", those.located)):
-        if not isinstance(several, (tuple, type(None))):
-            raise unfit(what, "a tuple", several)
-    for state in those.others or ():
+    if not isinstance(those.others, (tuple, type(None))):
+        raise unfit("other generators", "a tuple", those.others)
+    if not {*map(type, those.held or ())} <= {str}:
+        raise unfit("held generators", "states by names", those.held)
+    for state in (*(those.others or ()), *(those.held or {}).values()):
         check_state(state)
-    for one in those.located or ():
-        _check(one)
     return those
-
-
-def _check(one: Located) -> None:
-    """Raises an exception unless it is what `located` can have given."""
-    if not one.paths or not all(map(is_path, one.paths)):
-        raise unfit("paths to a generator", "those of attributes and items", one.paths)
-    if one.kind not in ("", "Random", "torch", "Generator", "RandomState", "BitGenerator"):
-        raise unfit("kind of a generator", "a known one", one.kind)
-    check_state(one.state, one.kind)
 
 
 def check_state(state: Any, kind: str | None = None) -> None:
@@ -79,7 +62,7 @@ def check_state(state: Any, kind: str | None = None) -> None:
 
     Args:
         state: of `state_of`.
-        kind: of `kind_of`; empty, or None if it is not known: then the state of a class of the user's may be anything.
+        kind: Random, torch or RandomState; None if it is not known: the state of a class of the user's may be anything.
     """
     match state:
         case (3, tuple(), gauss) if kind in ("Random", None):
@@ -88,7 +71,8 @@ def check_state(state: Any, kind: str | None = None) -> None:
             set_state(random.Random(), state)
         case bytes() if kind == "torch" or (kind is None and len(state) >= _TORCH_BYTES):
             set_state(torch.Generator(), state)
-        case {"bit_generator": str(name)} if kind or (kind is None and name in BIT_GENERATORS):
-            set_state(make_generator(kind or ("RandomState" if "has_gauss" in state else "BitGenerator"), state), state)
+        case {"bit_generator": str(name)} if kind == "RandomState" or (kind is None and name in BIT_GENERATORS):
+            bits = BIT_GENERATORS[name]()
+            set_state(np.random.RandomState(bits) if kind or "has_gauss" in state else bits, state)
         case _ if kind:
             raise unfit("generator", f"one of the kind {kind}", state)

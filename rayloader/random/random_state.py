@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rayloader import _compat
-from rayloader.random.generator_kinds import same_state, set_state, state_of
-from rayloader.random.generators import Located
+from rayloader.random.generator_kinds import same_state, set_state, state_of, suits
 
 # The largest seed that torch's loader draws. Programs make tensors of `torch.initial_seed()`, which hold no larger one.
 MOST_SEED = 2**63 - 1
@@ -29,15 +29,23 @@ class RandomState(NamedTuple):
     torch: bytes | None = None
     numpy: _Numpy | None = None
     others: tuple[Any, ...] | None = None
-    located: tuple[Located, ...] | None = None  # of those found by their paths; who has these restores them
+    held: dict[str, Any] | None = None  # by the names that a search has given
 
     @classmethod
-    def capture(cls, others: list[Any], before: RandomState | None = None, *, only_torch: bool = False) -> RandomState:
+    def capture(
+        cls,
+        others: Sequence[Any] = (),
+        before: RandomState | None = None,
+        *,
+        held: Mapping[str, Any] | None = None,
+        only_torch: bool = False,
+    ) -> RandomState:
         """The current states; takes 0.01 ms without `others`.
 
         Args:
             others: further generators, from `generator_kinds.distinct`.
             before: an earlier capture, to share unchanged states.
+            held: further ones, by the names that `search` has given.
             only_torch: leave out Python's and NumPy's.
         """
         return cls(
@@ -45,10 +53,11 @@ class RandomState(NamedTuple):
             _torch_state(),
             None if only_torch else _numpy_state(None if before is None else before.numpy),
             tuple(map(state_of, others)),
+            None if held is None else {name: state_of(generator) for name, generator in held.items()},
         )
 
-    def restore(self, others: list[Any]) -> None:
-        """Restores the states, except for those that are None."""
+    def restore(self, others: Sequence[Any] = (), held: Mapping[str, Any] | None = None) -> None:
+        """Restores the states, except for those that are None; of those by names, the ones that fit `held`."""
         if self.python is not None:
             random.setstate(self.python)
         if self.torch is not None:
@@ -58,6 +67,13 @@ class RandomState(NamedTuple):
         if self.others is not None:
             for generator, state in zip(others, self.others, strict=True):
                 set_state(generator, state)
+        for name, state in (self.held or {}).items():
+            if held is not None and name in held and suits(held[name], state):
+                set_state(held[name], state)
+
+    def unlike(self, held: Mapping[str, Any]) -> list[str]:
+        """The names of those here that are not held, or of another kind."""
+        return [name for name, state in (self.held or {}).items() if name not in held or not suits(held[name], state)]
 
     def since(self, before: RandomState) -> RandomState:
         """The changed states."""
@@ -66,7 +82,7 @@ class RandomState(NamedTuple):
             None if self.torch == before.torch else self.torch,
             self._numpy_since(before),
             None if same_state(self.others, before.others) else self.others,
-            None if same_state(self.located, before.located) else self.located,
+            None if same_state(self.held, before.held) else self.held,
         )
 
     def equals(self, other: RandomState) -> bool:
@@ -75,7 +91,7 @@ class RandomState(NamedTuple):
             self.torch == other.torch
             and self.python == other.python
             and same_state(self.others, other.others)
-            and same_state(self.located, other.located)
+            and same_state(self.held, other.held)
             and (self.numpy is other.numpy or self._numpy_since(other) is None)
         )
 

@@ -28,7 +28,6 @@ from rayloader.errors import RayloaderError, StateError, add_note
 from rayloader.options import check_means, is_whole
 from rayloader.protocol import Caught
 from rayloader.random.random_state import RandomState
-from rayloader.random.search import in_words
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
 from rayloader.resume.skips import AllBut, SkipSteps
@@ -318,12 +317,11 @@ def _why_it_depends(loader: Any, state: State) -> str:
         return "a stream goes on from batch to batch"
     if has_state(loader.dataset):
         return "the dataset has a state"
-    paths = [found.paths[0] for found in checkpoint.held_in(loader)]
-    own = [path for path in paths if path[0][0] == "object"]
-    if not own and state.position is not None and any(worker.start.state for worker in state.position.workers):
-        # A snapshot says whether samples draw from the generators of modules.
-        return "a random generator of the program goes on from batch to batch" if state.position.remembers else ""
-    return f"{in_words((own or paths)[0])} goes on from batch to batch" if paths else ""
+    if held := checkpoint.held_in(loader):
+        return f"{next(iter(held))} goes on from batch to batch"
+    # What `worker_init_fn` makes is in the workers alone.
+    is_held = state.position is not None and state.position.remembers
+    return "a random generator of its worker goes on from batch to batch" if is_held else ""
 
 
 def _alone(loader: Any) -> None:

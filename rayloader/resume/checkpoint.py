@@ -9,17 +9,13 @@ nothing.
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 from typing import Any
 
 from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
-from rayloader.namespaces import is_own_namespace, namespace_of, own_modules
-from rayloader.random.generator_kinds import set_state
-from rayloader.random.generators import located, unknown_modules
 from rayloader.random.random_state import RandomState
-from rayloader.random.search import Found, follow, in_words, search
+from rayloader.random.search import search
 from rayloader.resume.loaded import RANK, LoadedSamplers
 from rayloader.resume.position import Position
 from rayloader.resume.ranks import Stage, in_batches, order_of, share
@@ -205,7 +201,7 @@ def _fits_any_workers(loader: Any, state: State) -> bool:
         return False
     if state.position is None:
         return True
-    return not has_state(loader.dataset) and not search({**_holders(loader), "worker_init_fn": loader.worker_init_fn})
+    return not has_state(loader.dataset) and not held_in(loader) and not search({"": loader.worker_init_fn})
 
 
 def fits_any_ranks(state: State) -> bool:
@@ -333,12 +329,6 @@ def _checked(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: b
                 "not be the rest of the same stream; create the loader like the one that was saved"
                 + (", or load the list of all ranks' states" if name in RANK else "")
             )
-    workers = () if state.position is None else state.position.workers
-    if unknown := unknown_modules([one for worker in workers for one in worker.start.located]):
-        raise StateError(
-            f"the state is of workers that had random generators in the module {unknown[0]}, and a state imports "
-            "nothing: it must be one of the program's own modules, and imported; import it before load_state_dict()"
-        )
     names = samplers.check(state.moment, state.sampler)
     for start in () if state.begin is None else state.begin.starts:
         samplers.check_attributes(start.moment)
@@ -388,55 +378,25 @@ def _length(loader: Any) -> int | None:
 # ---- without workers: what does the work in this process
 
 
-def held_in(loader: Any) -> list[Found]:
-    """The random generators that a loader's dataset and `collate_fn` hold, and those of the program's modules."""
-    main = namespace_of(sys.modules.get("__main__"))
-    own = [("__main__", main)] if is_own_namespace(main) else []
-    return search(_holders(loader), [*own_modules(), *own])
-
-
-def _holders(loader: Any) -> dict[str, Any]:
-    return {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-
-
-def generators_of(loader: Any) -> list[Any]:
-    """These generators, without the paths to them."""
-    return [one.generator for one in held_in(loader)]
+def held_in(loader: Any) -> dict[str, Any]:
+    """The random generators that a loader's dataset and `collate_fn` hold, or their code names, by names."""
+    return search({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
 
 
 def capture_random(loader: Any) -> RandomState:
     """The states of the global generators, and of these."""
-    return RandomState.capture([])._replace(located=located(held_in(loader)))
-
-
-def restore_random(loader: Any, random: RandomState) -> None:
-    """Restores them, as far as they are there."""
-    random.restore([])
-    for one in random.located or ():
-        there = (follow(path, _holders(loader)) for path in one.paths)
-        if (generator := next(filter(one.is_like, there), None)) is not None:
-            set_state(generator, one.state)
+    return RandomState.capture(held=held_in(loader))
 
 
 def _check_generators(loader: Any, random: RandomState) -> None:
     """Raises StateError if the dataset and `collate_fn` hold other generators than those that were saved."""
-    saved = random.located or ()
-    here = {path: one.generator for one in held_in(loader) for path in one.paths}
-    unlike = [one.paths[0] for one in saved if not any(one.is_like(here.get(path)) for path in one.paths)]
-    known = {path for one in saved for path in one.paths}
-    new = [path for path in here if path not in known]
-    if held := [path for path in (*unlike, *new) if path[0][0] == "object"]:
+    here = held_in(loader)
+    if unlike := [*random.unlike(here), *(name for name in here if name not in (random.held or {}))]:
         raise StateError(
-            f"the state does not fit the random generators of dataset and collate_fn: {in_words(held[0])} is missing "
+            f"the state does not fit the random generators of dataset and collate_fn: {unlike[0]} is missing "
             "here or in the state, or of another kind; create both like those that were saved, with all their "
             "generators (one that an object creates only on first use does not exist yet: create it before "
             "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
-        )
-    if unlike:
-        warnings.warn(
-            f"the state has the random generator {in_words(unlike[0])}, which is missing here, or of another kind: if "
-            "batches depend on it, they are others than those of the saved run; create it before load_state_dict()",
-            stacklevel=5,
         )
 
 
@@ -457,6 +417,6 @@ def restore(loader: Any, saved: LocalState) -> None:
     """
     with as_saved():
         _check_generators(loader, saved.random)
-        restore_random(loader, saved.random)
+        saved.random.restore((), held_in(loader))
     with loading(loader.dataset):
         load_state(loader.dataset, saved.dataset)

@@ -114,7 +114,7 @@ class Journal:
         state = self.newest
         if state is None:
             return bool(self.replay)  # it has not reported what its dataset holds
-        return bool(state.dataset or state.iterator or state.random.others or state.random.located)
+        return bool(state.dataset or state.iterator or state.random.held)
 
     def given(self, task: Task) -> None:
         """The worker was given another task."""

@@ -242,7 +242,7 @@ class Samplers:
             attributes = attributes_of(sampler).items()
             inner = {k: v for k, v in attributes if type(v) not in _SIMPLE and not self._is_searched(k, v)}
             if inner:  # torch's own have none, and some frameworks make a state before every batch
-                found += [one.generator for one in search(inner)]
+                found += search(inner).values()
                 self._is_shallow &= all(isinstance(value, KINDS) for value in inner.values())
             found += named_generators(sampler)
         return distinct(found)

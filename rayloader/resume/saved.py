@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from rayloader.errors import StateError
-from rayloader.random.generators import note_modules
 from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.journal import Journal, may_be_stale
 from rayloader.resume.position import DrawnAgain, Position
@@ -86,7 +85,6 @@ class _LastWorker:
             start = WorkerStart(journal.base, before)
             if journal.base is not None and journal.base.error:
                 raise StateError(f"a worker's dataset could not save its state:\n{journal.base.error}")
-            note_modules(start.located)
         if tasks is not known[3]:
             replay, count = (), 0
         newest_first = itertools.islice(reversed(tasks.values()), len(tasks) - count)

@@ -1,8 +1,9 @@
 """The state of a worker at the end of a call, so that another process can continue from there.
 
-Promise: a worker that was restored from a snapshot builds the same batches as the original, as far as
-they depend on random generators (the global ones, and those of `Generators`), on the dataset's own `state_dict`, and
-for iterable datasets on how far they were read. State that cannot be restored is an error, never a guess.
+Promise: a worker that was restored from a snapshot builds the same batches as the original, as far as they depend on
+random generators (the global ones, and those that the replica's objects hold when it starts), on the dataset's own
+`state_dict`, and for iterable datasets on how far they were read. State that cannot be restored is an error, never a
+guess.
 
 NOTE [Late positions]. A dataset may take over what it has loaded only when it is asked for its first sample: a
 generator function runs no earlier. Until then its `state_dict()` tells where it was before. So between loading and that
@@ -10,11 +11,15 @@ sample the loaded state is the snapshot, and the dataset is not asked. In the sa
 still tell its old position after `__iter__`, and one that loads the state of its end may begin its next epoch there.
 See `WorkerState.may_be_stale`, and `end_again`.
 
-NOTE [One percent]. A snapshot costs the user's `state_dict`, and a search for new generators.
-So the next one is taken only when the worker has worked a hundred times as long as the last one took. Batches built
-in between are rebuilt when another process continues. If a snapshot of a dataset of the same class was expensive, the
-first one of an epoch waits in the same way. Programs that never save a state do not pay for one. A worker that is told
-to hurry, because it will soon move, takes one each time that it has worked twice as long as the last one took.
+NOTE [One percent]. A snapshot costs the user's `state_dict`. So the next one is taken only when the worker has worked a
+hundred times as long as the last one took. Batches built in between are rebuilt when another process continues. If a
+snapshot of a dataset of the same class was expensive, the first one of an epoch waits in the same way. Programs that
+never save a state do not pay for one. A worker that is told to hurry, because it will soon move, takes one each time
+that it has worked twice as long as the last one took.
+
+NOTE [Held at the start]. Followed are the generators that the replica's objects hold, and the globals that their code
+names, after `worker_init_fn` has run. What comes later is not known here: where it changes the batches, a rebuilt one
+differs from the delivered one, which is an error.
 """
 
 from __future__ import annotations
@@ -23,14 +28,14 @@ import inspect
 import pickle
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
 
 from rayloader.errors import ReplayError, StateError, too_deep
-from rayloader.random.generator_kinds import suit
-from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState
+from rayloader.random.search import search
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
 SHARE = 0.01
@@ -128,21 +133,22 @@ class SnapshotTaker:
 
     Args:
         dataset: the worker's own.
-        generators: the worker's own.
+        objects: of the replica, by name: what they hold now, and the globals that their code names, is followed.
         seeded: the global generators as seeding left them.
 
     Attributes:
         loaded: the snapshot whose states dataset and iterator have loaded, until they are asked for a sample.
     """
 
-    def __init__(self, dataset: Any, generators: Generators, seeded: RandomState) -> None:
+    def __init__(self, dataset: Any, objects: Mapping[str, Any], seeded: RandomState) -> None:
         self._dataset = dataset
-        self._generators = generators
-        self._seeded = self._random = seeded._replace(located=())  # as last sent
+        self._objects = objects
+        self._held = search(objects)
+        self._at_start = RandomState(held=RandomState.capture((), held=self._held).held)
+        self._seeded = self._random = seeded._replace(held={})  # as last sent
         self.loaded: WorkerState | None = None
         self._begin: RandomState | None = None  # not sent yet
         self._states: dict[str, bytes] = {}  # as last sent
-        self._waited = False  # whether the last snapshot was put off
         self._share = SHARE
         self._kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         self._cost = _dear.get(self._kind, 0.0)  # seconds that the last snapshot took
@@ -161,31 +167,37 @@ class SnapshotTaker:
         """The worker will soon continue in another process."""
         self._share = HURRIED_SHARE
 
-    def capture(self, *, look: bool = True) -> RandomState:
-        """The current states of the generators; `look`: also searches for later ones."""
-        random = RandomState.capture(self._generators.given, self._random)
-        return random._replace(located=self._generators.look() if look else self._random.located)
+    def renew(self) -> None:
+        """The dataset was told of an epoch, and may have made its generators anew."""
+        here = search(self._objects)
+        self._held = {name: here.get(name, generator) for name, generator in self._held.items()}
+
+    def capture(self) -> RandomState:
+        """The current states of the generators."""
+        return RandomState.capture((), self._random, held=self._held)
 
     def restore(self, random: RandomState) -> None:
         """Restores the generators from a snapshot.
 
         Raises:
-            ReplayError: the dataset has other generators.
+            ReplayError: one is missing.
         """
         random = random.over(self._seeded)
-        given = self._generators.given
-        if random.others and not suit(given, random.others):
+        if missing := random.unlike(self._held):
             raise ReplayError(
-                f"the snapshot is of a dataset with {len(random.others)} random generators, this one has {len(given)}, "
-                "or others; create the dataset, collate_fn and worker_init_fn like those that were saved"
+                f"the snapshot has the random generator {missing[0]}, which is missing here, or of another kind; "
+                "create dataset, collate_fn and worker_init_fn like those that were saved, with all their generators"
             )
         self._random = random
-        random._replace(others=random.others or None).restore(given)
-        self._generators.put_back(random.located or ())
+        random.restore((), self._held)
+
+    def rewind(self, random: RandomState | None = None) -> None:
+        """Sets the generators to these states; without, those of the objects to what they were at the start."""
+        (random or self._at_start).restore((), self._held)
 
     def is_at(self, random: RandomState) -> bool:
-        """Whether the generators, except for later ones, are in a snapshot's state."""
-        return self.capture(look=False)._replace(located=None).since(random.over(self._seeded)) == RandomState()
+        """Whether the generators are in a snapshot's state."""
+        return self.capture().since(random.over(self._seeded)) == RandomState()
 
     def forget(self) -> None:
         """Earlier snapshots may not have arrived: the next one is complete."""
@@ -194,27 +206,12 @@ class SnapshotTaker:
 
     def iterator_begins(self) -> None:
         """The iterator of an epoch is about to be created."""
-        random = self.capture()
-        # A stream that is read again is compared as a whole: what it makes anew need not be there before.
-        located = tuple(one._replace(lasts=False) for one in random.located or ())
-        self._begin = random._replace(located=located).since(self._seeded)
+        self._begin = self.capture().since(self._seeded)
 
     def snapshot(self, iterator: Any, **position: Any) -> WorkerState:
-        """The current state, if it differs from the last one."""
-        state = self.snapshot_unless_new(iterator, waits=False, **position)
-        assert state is not None
-        return state
-
-    def snapshot_unless_new(self, iterator: Any, *, waits: bool, **position: Any) -> WorkerState | None:
-        """Like `snapshot`, but None, once, if there are new generators: after the next task it shows which last."""
+        """The current state, as the difference from the last one."""
         began, began_cpu = time.perf_counter(), time.thread_time()
-        # A stream without state, which is read again from its start, recreates its generators.
-        looks = iterator is None or has_state(iterator) or has_state(self._dataset)
-        random = self.capture(look=looks)
-        self._waited = waits and looks and self._generators.found_new and not self._waited
-        if self._waited:
-            return None
-        before, self._random = self._random, random
+        before, self._random = self._random, self.capture()
         state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
         self._begin = None
         dataset = None if iterator is self._dataset else self._dataset

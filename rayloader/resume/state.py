@@ -28,7 +28,6 @@ import torch
 from rayloader import plain_state
 from rayloader._version import __version__
 from rayloader.errors import StateError, unfit
-from rayloader.random.generators import Located
 from rayloader.random.packed import checked
 from rayloader.random.packed import pack as pack_random
 from rayloader.random.packed import unpack as unpack_random
@@ -41,7 +40,7 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Step, Task
 from rayloader.transport import codec
 
-FORMAT, VERSION = "rayloader", 17
+FORMAT, VERSION = "rayloader", 18
 # What a state of an earlier version would continue otherwise, by the version that has changed it.
 CHANGED = {16: 'seeding="batch" draws other random numbers'}
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
@@ -89,8 +88,7 @@ class LocalState(NamedTuple):
     @property
     def remembers(self) -> bool:
         """Whether batches depend on earlier ones, even if each batch is seeded by itself."""
-        held = [one for one in self.random.located or () if one.paths[0][0][0] == "object"]
-        return self.dataset is not None or bool(held)
+        return self.dataset is not None or bool(self.random.held)
 
 
 class EpochBegin(NamedTuple):
@@ -136,13 +134,6 @@ class WorkerStart(NamedTuple):
 
     state: WorkerState | None = None
     before: Before | None = None
-
-    @property
-    def located(self) -> list[Located]:
-        """The generators that the other process looks up by their paths."""
-        snapshots = [one for one in (self.state, self.before and self.before.state) if one is not None]
-        randoms = [random for one in snapshots for random in (one.random, one.begin) if random is not None]
-        return [one for random in randoms for one in random.located or ()]
 
 
 class SavedWorker(NamedTuple):

@@ -49,7 +49,7 @@ from rayloader.actors.image import Contents, Image, Source, decode_replica, modu
 from rayloader.errors import RaySessionError, ShareError, StateError, add_note
 from rayloader.interrupts import Bell
 from rayloader.protocol import Caught, carried
-from rayloader.random.generators import RECORDED
+from rayloader.random.generators import GENERATORS
 from rayloader.random.random_state import RandomState
 from rayloader.transport import codec, raw, unpicklable
 from rayloader.transport.lanes import in_message
@@ -362,7 +362,7 @@ def start(loader: Any, terms: Terms) -> Calls:
     if find(terms.name) is not None:
         raise ShareError(f"there is a share {terms.name!r} in this Ray already; close it, or choose another name")
     try:
-        encoded = codec.encode(loader, carry=carried(), replica=True, special=RECORDED)
+        encoded = codec.encode(loader, carry=carried(), replica=True, special=GENERATORS)
     except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
         add_note(error, f"It cannot be sent to the producer: {unpicklable.explain(loader.__dict__, 'loader')}")
         raise

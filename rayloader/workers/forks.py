@@ -21,7 +21,6 @@ from typing import Any
 from typing_extensions import override
 
 from rayloader.errors import exit_in_words
-from rayloader.namespaces import own_modules
 from rayloader.protocol import Down, Setup, Up, WorkerAddress
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.line import Line, LineError, unpacked
@@ -181,7 +180,6 @@ class Forks(Processes):
 
     def __init__(self, work: Callable[[int], object]) -> None:
         janitor.start()
-        own_modules()  # examines those that have been imported since: or each fork would do that
         self._work = work
         self.zygote = Zygote(work)
         self._silent: list[Zygote] = []  # replaced; they may have forks that work

@@ -84,6 +84,30 @@ class Initialize:
         get_worker_info().dataset.transform = self.transform
 
 
+class Slotted:
+    """Holds a generator in a slot, and draws from one of its class."""
+
+    __slots__ = ("generator",)
+    of_class = random.Random(11)
+
+    def __call__(self, sample):
+        return [sample, self.generator.random(), self.of_class.random(), OF_MODULE.random(), helper()]
+
+
+OF_MODULE = np.random.default_rng(12)
+IN_HELPER = np.random.RandomState(13)
+
+
+def helper():
+    return IN_HELPER.rand()
+
+
+def slotted():
+    one = Slotted()
+    one.generator = random.Random(10)
+    return one
+
+
 class Augmented(Sized):
     """Crops and flips an image of which each pixel is told from the others."""
 
@@ -131,23 +155,12 @@ class Late(Sized):
 
 
 class ImportsLate(Sized):
-    """Draws from a generator in a module that workers alone import."""
+    """Draws from a generator in a module that its first sample imports."""
 
     def __getitem__(self, index):
         import restoring_lazily
 
         return [index, restoring_lazily.RNG.random()]
-
-
-class LateDeep(Late):
-    """Makes it within an object that is made then, too: nobody can make that again."""
-
-    def __getitem__(self, index):
-        if index < 21:
-            return [index, 0.0, 0.0, 0.0, 0.0]
-        if self.generator is None:
-            self.generator = Transform(7)
-        return self.generator(index)
 
 
 class AnewForEach(Sized):
@@ -199,7 +212,7 @@ CASES = {
     "closure": lambda: {"dataset": Transformed(closure())},
     "partial": lambda: {"dataset": Transformed(functools.partial(partial, generator=random.Random(8)))},
     "global of a module": lambda: {"dataset": Transformed(use_global), "worker_init_fn": set_global},
-    "made late": lambda: {"dataset": Late()},
+    "slot, class and what code names": lambda: {"dataset": Transformed(slotted()), "workers": "fork"},
     "made anew": lambda: {"dataset": AnewForEach()},
     "system's, unseen": lambda: {"dataset": SystemRandom(shows=False)},
 }

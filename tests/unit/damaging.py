@@ -24,9 +24,9 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from rayloader import DataLoader, RayloaderError
 from rayloader.cli import inspecting as describe
-from rayloader.random.generators import Generators
 from rayloader.random.packed import checked, pack, unpack
 from rayloader.random.random_state import RandomState
+from rayloader.random.search import search
 from rayloader.resume.state import State, as_saved
 
 MEMORY = 2 << 30  # bytes of addresses that the cases may take together
@@ -153,14 +153,13 @@ def state_cases() -> Callable[[random.Random], None]:
 def worker_cases() -> Callable[[random.Random], None]:
     """Puts generators of a damaged snapshot back, as a worker does."""
     holder = Holder()
-    own = Generators({"dataset": Holder()}, [])
-    located = own.look()
-    packed = pack(RandomState.capture([np.random.default_rng(1)])._replace(located=located))
+    held = search({"dataset": holder})
+    packed = pack(RandomState.capture([np.random.default_rng(1)], held=held))
 
     def case(rng: random.Random) -> None:
         with as_saved():
             found = checked(unpack(damage_state(packed, rng)))
-        Generators({"dataset": holder}, []).put_back(found.located or ())
+            RandomState(held=found.held).restore((), held)
         for one in holder.held:
             one.random() if hasattr(one, "random") else None
 

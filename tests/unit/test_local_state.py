@@ -1,8 +1,6 @@
 """What a state without workers holds of a loader: put back only where it fits."""
 
 import random
-import sys
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -35,18 +33,19 @@ def test_a_generator_that_is_made_later_is_missed_with_a_remedy():
         checkpoint.restore(loader_of(new), state)
 
 
-def test_one_of_a_module_that_is_missing_is_warned_of(monkeypatch):
-    """It may have nothing to do with the dataset."""
-    module = types.ModuleType("of_the_program")
-    module.RNG, module.OTHER = random.Random(1), random.Random(2)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(checkpoint, "own_modules", lambda: [(module.__name__, vars(module))])
-    state = checkpoint.capture(loader_of(None), None)
-    before = module.OTHER.random()
-    del module.RNG
-    with pytest.warns(UserWarning, match=r"the random generator of_the_program\.RNG, which is missing here"):
-        checkpoint.restore(loader_of(None), state)
-    assert module.OTHER.random() == before
+def use_global():
+    return RNG.random()  # noqa: F821 # the test sets it
+
+
+def test_one_that_code_names_and_that_is_missing_is_an_error(monkeypatch):
+    monkeypatch.setitem(globals(), "RNG", random.Random(1))
+    state = checkpoint.capture(loader_of(use_global), None)
+    expected = use_global()
+    checkpoint.restore(loader_of(use_global), state)
+    assert use_global() == expected
+    del globals()["RNG"]
+    with pytest.raises(StateError, match="dataset:RNG is missing here"):
+        checkpoint.restore(loader_of(use_global), state)
 
 
 def test_the_remedy_helps():

@@ -17,7 +17,7 @@ from rayloader.random.search import search
 
 
 def found_in(obj):
-    return [one.generator for one in search({"object": obj})]
+    return [*search({"object": obj}).values()]
 
 
 DRAWS = {"python": random.random, "torch": lambda: torch.rand(1).item(), "numpy": np.random.rand}

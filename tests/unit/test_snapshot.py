@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import types
 import unittest.mock
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rayloader import ReplayError
-from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState
 from rayloader.resume import snapshot
 from rayloader.resume.snapshot import HURRIED_SHARE, SHARE, SnapshotTaker, WorkerState, dump_state, end_again, has_state
@@ -30,8 +31,8 @@ class Counts:
         self.count = state["count"]
 
 
-def recorder(dataset=None, *generators: random.Random) -> SnapshotTaker:
-    return SnapshotTaker(dataset, Generators({"dataset": dataset}, list(generators)), RandomState.capture([]))
+def recorder(dataset=None, *generators: Any) -> SnapshotTaker:
+    return SnapshotTaker(dataset, {"dataset": dataset, "collate_fn": generators}, RandomState.capture())
 
 
 def test_only_what_has_changed_is_told():
@@ -91,18 +92,32 @@ def test_a_dataset_that_cannot_tell_its_state_is_told_of():
     assert "ValueError: no state" in recorder(dataset).snapshot(None).error
 
 
-def test_one_that_meets_a_new_generator_is_put_off_once():
-    """After another task it shows whether that one lasts, or each sample has its own."""
-    dataset = types.SimpleNamespace()
-    told = recorder(dataset)
-    assert told.snapshot_unless_new(None, waits=True) is not None
-    dataset.late = random.Random(1)
-    assert told.snapshot_unless_new(None, waits=True) is None
-    state = told.snapshot_unless_new(None, waits=True)
-    assert state is not None
-    assert [one.lasts for one in state.random.located or ()] == [True]
-    dataset.later = random.Random(2)
-    assert told.snapshot_unless_new(None, waits=False) is not None
+class MadeAnew:
+    """Makes its generator again when it is told of an epoch, and another one when it is first asked for a sample."""
+
+    def __init__(self):
+        self.rng = random.Random(0)
+
+    def set_epoch(self, epoch):
+        self.rng = random.Random(epoch)
+
+    def sample(self):
+        self.late = random.Random(1)
+        return self.rng.random()
+
+
+def test_those_of_the_start_are_followed_where_they_are_made_anew_and_later_ones_are_not():
+    dataset, again = MadeAnew(), MadeAnew()
+    told, restored = recorder(dataset), recorder(again)
+    for one in (dataset, again):
+        one.set_epoch(5)
+    dataset.sample()
+    told.renew()
+    restored.renew()
+    state = told.snapshot(None)
+    assert list(state.random.held) == ["dataset.rng"]
+    restored.restore(state.random)
+    assert again.rng.random() == dataset.rng.random()
 
 
 def test_the_next_one_is_due_when_it_costs_its_share_of_the_work(monkeypatch):
@@ -141,9 +156,11 @@ def test_who_is_to_move_soon_takes_them_more_often():
 
 
 def test_a_dataset_with_other_generators_is_refused():
-    state = recorder(None, random.Random(1)).snapshot(None)
-    with pytest.raises(ReplayError, match="1 random generators, this one has 2"):
-        recorder(None, random.Random(1), random.Random(2)).restore(state.random)
+    state = recorder(None, random.Random(1), random.Random(2)).snapshot(None)
+    with pytest.raises(ReplayError, match=r"random generator collate_fn\[1\], which is missing here"):
+        recorder(None, random.Random(1)).restore(state.random)
+    with pytest.raises(ReplayError, match=r"collate_fn\[1\], which is missing here, or of another kind"):
+        recorder(None, random.Random(1), np.random.default_rng(2)).restore(state.random)
 
 
 @pytest.mark.parametrize(

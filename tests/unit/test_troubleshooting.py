@@ -39,8 +39,6 @@ SAYS |= {"warn", "warning", "info", "add_note", "refusal"}
 # What these say that is not for users, or stands elsewhere.
 NOT_ON_THE_PAGE = {
     "SingleProcessIterator requires timeout == 0": "torch's own text",
-    "a class of the user's": "an assertion of the code",
-    "it can't be put there": "caught where a generator is put back",
     "decode needs the skeleton's ... buffers": "an assertion of the code",
     "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
