@@ -39,21 +39,18 @@ def carried() -> tuple[type, ...]:
 class Down:
     """The first item of a message to a worker process, and what follows it."""
 
-    RUN = 0  # a call: worker_id, call, task_id, indices, room; see `WorkerProcess.run`
-    REPLAY = 1  # a call: worker_id, call, tasks; see `WorkerProcess.replay`
-    RESUME = 2  # a call: worker_id, call, epoch, shared_seed, dataset_epoch; see `WorkerProcess.resume`
-    # To a fork, which has no other way for them; to an actor they are calls through Ray.
-    START = 3  # a call: worker_id, call, setup, state; see `WorkerProcess.start`
-    HURRY = 4  # a call: worker_id, call; see `WorkerProcess.hurry`
-    LEAVE = 5  # a call: worker_id, call; see `WorkerProcess.leave`
+    RUN = 0  # a call: call, task_id, indices, room; see `WorkerProcess.run`
+    REPLAY = 1  # a call: call, tasks; see `WorkerProcess.replay`
+    RESUME = 2  # a call: call, epoch, shared_seed, dataset_epoch; see `WorkerProcess.resume`
+    START = 3  # a call to a fork: call, setup, state; an actor's goes through Ray, see `WorkerProcess.start`
 
 
 class Up:
     """The first item of a message from a worker process, and what follows it."""
 
-    ANSWER = 0  # to `run` and `replay`: worker_id, call, fields of the `Answer`
-    BEGUN = 1  # to `resume`: worker_id, call, fields of the `WorkerState` in which it has left the worker
-    MANAGED = 2  # to a fork's START, HURRY and LEAVE: worker_id, call, which of these
+    ANSWER = 0  # to `run` and `replay`: call, fields of the `Answer`
+    BEGUN = 1  # to `resume`: call, fields of the `WorkerState` in which it has left the worker
+    STARTED = 2  # to a fork's START: call, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +277,7 @@ class Served(NamedTuple):
 
     Attributes:
         refused: why the line could not be opened.
-        answer: worker_id, call and the fields of an `Answer` that could not go over the line; it is still open.
+        answer: call and the fields of an `Answer` that could not go over the line; it is still open.
     """
 
     refused: str = ""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader._compat import new_identity
@@ -32,11 +32,10 @@ from rayloader.workers.connection import (
     Mailbox,
     Message,
     NeverStarts,
-    ProcessLost,
 )
 
 # After the end of a line, Ray may take this many seconds to say why the process ended. If the process is on another
-# machine that is gone, Ray may say nothing for a quarter of a minute; meanwhile others can do its work.
+# machine that is gone, Ray may say nothing for a quarter of a minute.
 CAUSE_PATIENCE_S = 2.0
 REMOTE_CAUSE_PATIENCE_S = 1.0
 
@@ -55,23 +54,8 @@ class ActorCalls(Channel):
             actor.hosted = None  # it drops that image
         return RayAnswer(actor.handle.start.remote(setup, source, state, new_identity()))
 
-    @override
-    def hurry(self, worker_id: int) -> None:
-        self._pause()
-        self.process.handle.hurry.remote(worker_id)
-
-    @override
-    def leave(self, worker_id: int) -> None:
-        self._pause()
-        self.process.handle.leave.remote(worker_id)
-
     def _pause(self) -> None:
         """Lets calls through Ray come after all calls made so far."""
-
-    @override
-    def _ended_by(self, error: Exception | None) -> ProcessLost:
-        self.process.vanished = error is None or isinstance(error, ActorUnavailableError)
-        return super()._ended_by(error)
 
 
 class RayCalls(ActorCalls):
@@ -87,27 +71,27 @@ class RayCalls(ActorCalls):
         self._unanswered: deque[tuple[Any, Callable[[Any], Message]]] = deque()  # oldest first
 
     @override
-    def run(self, worker_id: int, task: Task) -> Lent | None:
+    def run(self, task: Task) -> Lent | None:
         self.process.calls += 1
         indices = in_message(task.indices.encoded)
-        self._call(self.process.handle.run, (worker_id, self.process.calls, task.task_id, indices, None), [indices])
+        self._call(self.process.handle.run, (self.process.calls, task.task_id, indices, None), [indices])
         return None
 
     @override
-    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
-        message = self._replay(worker_id, tasks)
-        self._call(self.process.handle.replay, message, [wire for _, wire, _ in message[2]])
+    def replay(self, tasks: Sequence[Task]) -> None:
+        message = self._replay(tasks)
+        self._call(self.process.handle.replay, message, [wire for _, wire, _ in message[1]])
 
     def _call(self, method: Any, message: Any, wires: list[tuple[Any, ...]]) -> None:
-        worker_id, call, *_ = message
-        self._await(method.remote(pack(message, wires)), lambda answer: (Up.ANSWER, worker_id, call, unpack(answer)))
+        call = message[0]
+        self._await(method.remote(pack(message, wires)), lambda answer: (Up.ANSWER, call, unpack(answer)))
 
     @override
-    def resume(self, worker_id: int, resumed: Resumed) -> None:
+    def resume(self, resumed: Resumed) -> None:
         self.process.calls += 1
         call = self.process.calls
-        ref = self.process.handle.resume.remote(worker_id, *resumed)
-        self._await(ref, lambda answer: (Up.BEGUN, worker_id, call, answer))
+        ref = self.process.handle.resume.remote(*resumed)
+        self._await(ref, lambda answer: (Up.BEGUN, call, answer))
 
     def _await(self, ref: Any, message: Callable[[Any], Message]) -> None:
         self._unanswered.append((ref, message))

@@ -1,4 +1,4 @@
-"""The worker process: an actor that hosts one worker, or several.
+"""The worker process: an actor that is one worker at a time.
 
 Promise: user code runs in the actor's one main thread. Exceptions of user code never leave through Ray: they travel as
 an `Answer`. The process is warm: `stop` drops the dataset, without its `__del__`, and another epoch or another loader
@@ -56,7 +56,7 @@ Address = local_line.LineAddress | tcp_line.TcpAddress  # of a line
 
 
 class ActorHosting(Hosting):
-    """The workers of an actor, and its end of a line, to which it connects; with the memory for queued answers."""
+    """The worker of an actor, and its end of a line, to which it connects; with the memory for queued answers."""
 
     _address: Address | None = None
     _copies: Recycled | None = None  # of data that cannot be sent at once
@@ -128,25 +128,24 @@ class WorkerProcess:
         return self._image[1].address
 
     def start(self, setup: Setup, source: Source, state: WorkerState | None, identity: Identity) -> None:
-        """Makes this process worker `setup.worker_id`, besides others: newly started, or as in `state`.
+        """Makes this process worker `setup.worker_id`: newly started, or as in `state`.
 
         For user code it is a new process, with an identity of its own, whatever it was before.
         """
         take_identity(identity)
-        alone = not self._hosting
         if self._image is not None and self._image[0] != source.image.name:
             self._image = None
-        self._hosting.start(setup, functools.partial(_opened, source, alone=alone), state)
+        self._hosting.start(setup, functools.partial(_opened, source), state)
 
-    def resume(self, worker_id: int, *resumed: Any) -> WorkerState:
+    def resume(self, *resumed: Any) -> WorkerState:
         """Begins a new epoch with the same dataset object; `resumed` are the fields of a `Resumed`."""
-        return self._hosting.resume(worker_id, Resumed(*resumed))
+        return self._hosting.resume(Resumed(*resumed))
 
     def run(self, message: Any) -> Any:
         """Builds a task's batch.
 
         Args:
-            message: packed (worker_id, call, task_id, indices, room): `call` counts the calls of this actor, `indices`
+            message: packed (call, task_id, indices, room): `call` counts the calls of this actor, `indices`
                 came from the sampler; `room`, which only a line brings, says where in this actor's arena the batch
                 may lie.
 
@@ -154,21 +153,20 @@ class WorkerProcess:
             An `Answer`, see `final`.
         """
         self._hosting.was_idle()
-        worker_id, call, task_id, indices, _ = unpack(message)
-        return self._packed(self._hosting.run(worker_id, BuildOrder(call, task_id, indices), None))
+        call, task_id, indices, _ = unpack(message)
+        return self._packed(self._hosting.run(BuildOrder(call, task_id, indices), None))
 
     def replay(self, message: Any) -> Any:
         """Rebuilds batches for their effect on the worker, in order, for a limited time; they are not sent.
 
         Args:
-            message: packed (worker_id, call, tasks), with task_id, indices and digest of each task: its batch must have
+            message: packed (call, tasks), with task_id, indices and digest of each task: its batch must have
                 that digest, if one is known. Without tasks it continues with those that are left over.
 
         Returns:
             An `Answer`, see `final`, which reports the progress.
         """
-        worker_id, call, tasks = unpack(message)
-        return self._packed(self._hosting.replay(worker_id, call, tasks))
+        return self._packed(self._hosting.replay(*unpack(message)))
 
     def _packed(self, answer: Answer) -> Any:
         packed = final(answer, IN_BAND_BYTES)
@@ -177,16 +175,8 @@ class WorkerProcess:
 
     def serve(self, address: Address, early: list[Any]) -> Served:
         """Carries out `run`, `replay` and `resume` over a line; see `ActorHosting.connect`."""
-        set_process_title(ray, f"ray::rayloader:{','.join(worker.label for worker in self._hosting)}")
+        set_process_title(ray, f"ray::rayloader:{self._hosting.worker.label}")
         return self._hosting.connect(address, early)
-
-    def hurry(self, worker_id: int) -> None:
-        """Another process will soon be that worker."""
-        self._hosting.hurry(worker_id)
-
-    def leave(self, worker_id: int) -> None:
-        """This process is no longer that worker; another one is."""
-        self._hosting.remove(worker_id)
 
     def stop(self) -> bool:
         """Drops the dataset; returns whether `end` has something to do."""
@@ -204,15 +194,14 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _opened(source: Source, *, alone: bool) -> Replica:
+def _opened(source: Source) -> Replica:
     """The replica.
 
-    If no other worker of the process has one, what exists before it is frozen: the collection when it is dropped need
-    not look at that, least of all at what its modules hold, which may take longer than an epoch.
+    What exists before it is frozen: the collection when it is dropped need not look at that, least of all at what its
+    modules hold, which may take longer than an epoch.
     """
     sys.path[:] = [*source.sys_path, *(entry for entry in sys.path if entry not in source.sys_path)]
-    if alone:
-        gc.freeze()
+    gc.freeze()
     skeleton, buffers = _open_replica(source)
     replica: Replica = decode_replica(skeleton, buffers, source.carried)
     return replica

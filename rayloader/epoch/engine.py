@@ -68,9 +68,6 @@ logger = logging.getLogger("rayloader")
 # For how many seconds at most a thread waits before it looks at what nothing wakes it for: a worker that is dead may be
 # the one whose batch is next, and the epoch may have ended meanwhile.
 LOOK_S = 1.0
-# Workers that share a process cannot wait for each other: after this many seconds without the next batch, a warning
-# says so.
-SHARED_PATIENCE_S = 30.0
 # Rebuilding is reported after this many seconds, and again each time the elapsed time has doubled.
 REBUILDING_PATIENCE_S = 10.0
 
@@ -82,7 +79,6 @@ class _Loss:
     process: Process
     cause: str
     suspect: int | None = None  # the task that ended it, if the process reported it
-    worker_id: int | None = None  # the worker whose user code ended it, if the process reported it
 
 
 class Engine:
@@ -135,7 +131,6 @@ class Engine:
         self._copies = Recycled(delivery.accelerator)
         self._ahead: AheadThread | None = None
         self._preparation: Preparation | None = None
-        self._warned_of_sharing = False
         for worker in fleet.workers:
             worker.rebuilding = None
             worker.unanswered = schedule.unanswered(worker.worker_id)
@@ -188,8 +183,6 @@ class Engine:
         deliverable = self.schedule.deliverable
         began = 0.0 if deliverable else time.monotonic()
         while self._out is not None or self.schedule.deliverable or not self.finished:
-            if self.fleet.may_spread:
-                self._revive()
             if self._out is None:
                 self._out = self._first()
             if self._out is None:
@@ -211,8 +204,6 @@ class Engine:
                 began = 0.0
                 continue
             self._draw_owed()
-            if not self._warned_of_sharing and time.monotonic() - began > SHARED_PATIENCE_S:
-                self._warn_of_sharing()
             if time.monotonic() >= self._deadline(began):
                 if self._options.on_timeout != "restart" or not self._restart_hung():
                     raise self._timed_out()
@@ -479,28 +470,30 @@ class Engine:
             if isinstance(message, ProcessLost):
                 self._losses.append(_Loss(message.process, str(message)))
             elif isinstance(message, LineRefused):
-                self._have_moved(self.fleet.fall_back(process, str(message)))
-                self._revive()
+                if (worker := self.fleet.worker_of(process)) is not None:
+                    self.fleet.fall_back(worker, str(message))
+                    self._report_lost(worker, "it is reached by Ray calls from now on", blameless=True)
+                    self._revive()
             else:
                 self._take_message(process, message)
 
     def _take_message(self, process: Process, message: Message) -> None:
-        kind, worker_id, call, content = message
-        worker = self.fleet.workers[worker_id]
-        if self._losses and (process, worker_id) in [(lost.process, lost.worker_id) for lost in self._losses]:
-            return  # its process goes on after what has ended it
+        kind, call, content = message
+        worker = self.fleet.worker_of(process)
+        if worker is None or process in [lost.process for lost in self._losses]:
+            return  # it may go on after what has ended it
         if kind == Up.BEGUN:
             if not worker.journal.begun and worker.journal.resumed == (process, call):
                 worker.journal.reached_begin(WorkerState(*content))
             return
-        # Answers come in the order of the calls. Others are late: the epoch was closed, or the worker has moved.
-        if worker.host is not process or worker.away:
+        if worker.away:
             return
+        # Answers come in the order of the calls. Others are late: the epoch was closed.
         is_late = self._oldest_call(worker) != call
         answer = Answer(*content)
         if answer.kind in ENDS:  # that counts, even if what it was at is of the epoch before
             suspect = answer.task_id if answer.kind == ResultKind.EXITED and not is_late else None
-            self._losses.append(_Loss(process, answer.text, suspect, worker_id))
+            self._losses.append(_Loss(process, answer.text, suspect))
         elif is_late:
             return
         elif worker.rebuilding is not None:
@@ -566,7 +559,7 @@ class Engine:
 
     @change
     def _go_on_without(self, process: Process, cause: str, suspect: int | None = None) -> None:
-        """Continues without a process; another one takes over its workers and their tasks."""
+        """Continues without a process; another one takes over its worker and the worker's tasks."""
         self._take(also=process)  # messages that it sent before still count
         self._give_up(process, cause, suspect)
         self._revive()
@@ -576,38 +569,29 @@ class Engine:
 
         Callable more than once: it may be reported twice, or there was no other process to be had.
         """
-        workers = self.fleet.hosted_by(process)
-        # A process carries out one call after the other.
-        at_work = min([worker for worker in workers if self._owes(worker)], key=self._oldest_call, default=None)
+        worker = self.fleet.worker_of(process)
+        if worker is None:
+            return
         admitted = suspect is not None
-        if suspect is None and at_work is not None and at_work.has_begun and at_work.rebuilding is None:
-            suspect = at_work.unanswered[0].task_id
+        if not admitted and self._owes(worker) and worker.has_begun and worker.rebuilding is None:
+            suspect = worker.unanswered[0].task_id
         self.fleet.lose(process)
-        for worker in workers:
-            if worker is at_work or (at_work is None and not admitted):
-                self._report_lost(worker, cause, suspect=suspect, admitted=admitted)
-            else:
-                self._report_lost(worker, cause)
+        self._report_lost(worker, cause, suspect=suspect, admitted=admitted)
 
     def _report_lost(self, worker: Worker, cause: str, **blame: Any) -> None:
-        """A worker will continue in another process; without `blame`, no task of it is the cause."""
+        """A worker will continue in another process, or over another channel."""
         worker.rebuilding = None
-        self.handle(WorkerLost(worker.worker_id, cause, **(blame or {"blameless": True})))
+        self.handle(WorkerLost(worker.worker_id, cause, **blame))
 
     def _oldest_call(self, worker: Worker) -> int:
-        """The number of its oldest unanswered call, of those of its process; 0 if it has answered all."""
+        """The number of its oldest unanswered call; 0 if it has answered all."""
         if worker.rebuilding is not None:
             return worker.rebuilding.call
         return worker.unanswered[0].call if worker.unanswered else 0
 
-    def _have_moved(self, workers: list[Worker]) -> None:
-        for worker in workers:
-            self._report_lost(worker, "it moves to another process")
-
     @change
     def _revive(self) -> None:
         """Begins workers that are away, if there is a process for them, and brings them to where they were."""
-        self._have_moved(self.fleet.spread())
         while self.failure is None:
             try:
                 ready = self.fleet.revive()
@@ -680,7 +664,7 @@ class Engine:
             worker = self.fleet.workers[head.worker_id]
             if worker.host.started_at is None:
                 return math.inf
-            started = max(worker.host.started_at, worker.begun_at)  # it may have moved to one that hosts more
+            started = max(worker.host.started_at, worker.begun_at)
         locked_at = 0.0 if self._preparation is None else self._preparation.locked_at
         return max(began, self._last_arrival, started, locked_at) + self._options.timeout
 
@@ -704,22 +688,6 @@ class Engine:
         with self.lock:
             head = self.schedule.head
         return timed_out(self._options.timeout, None if head is None else self.describe(head))
-
-    def _warn_of_sharing(self) -> None:
-        with self.lock:
-            head = self.schedule.head
-            if head is None or not head.is_assigned:
-                return
-            hosted = self.fleet.hosted_by(self.fleet.workers[head.worker_id].host)
-            waiting = [worker.worker_id for worker in hosted if self._owes(worker)]
-        if len(waiting) > 1:
-            self._warned_of_sharing = True
-            logger.warning(
-                "rayloader: no batch for %.0f s while workers %s wait for the same process; workers that wait for each "
-                "other cannot share one: raise num_workers to the number that the state was saved with",
-                SHARED_PATIENCE_S,
-                waiting,
-            )
 
     # ---- bytes
 

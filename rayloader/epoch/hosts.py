@@ -43,7 +43,6 @@ def fleet_for(
     options: Options,
     *,
     num_workers: int,
-    num_processes: int,
     accelerator: Accelerator | None,
 ) -> Fleet:
     """The processes for an iterator's workers; `Fleet.begin` will tell each which worker it is.
@@ -52,12 +51,11 @@ def fleet_for(
         loader: the one that is iterated.
         replica: what the workers get.
         options: those of the loader.
-        num_workers: how many workers the stream has.
-        num_processes: how many processes host them, where one can host several.
+        num_workers: how many workers the stream has, each with a process of its own.
         accelerator: for which the memory of batches is page-locked.
     """
     if options.needs_actors or (options.workers == "auto" and ray_use.is_used()):
-        return _actors(loader, replica, options, loaders.of(loader), num_processes, accelerator)
+        return _actors(loader, replica, options, loaders.of(loader), num_workers, accelerator)
     check_forks(options.workers)
     from rayloader.host import server  # which is imported here for the forks
 

@@ -130,14 +130,13 @@ class EpochIterator(OfOneProcess, BaseIterator):
         with warning_at_the_users_line() if loader.pin_memory else contextlib.nullcontext():
             super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]
         self._index_sampler = loader._index_sampler
-        self._num_hosts = min(self._num_workers, self.num_workers)
-        if self._num_hosts < min(self._num_workers, num_workers):
+        if self.num_workers > num_workers:
             logger.warning(
-                "rayloader: this epoch resumes with %d processes instead of num_workers=%d, because it was started by "
-                "%d workers, each with its own random stream",
-                self._num_hosts,
-                self._num_workers,
+                "rayloader: the rest of this epoch has %d workers, each with a process of its own, instead of "
+                'num_workers=%d: so many began it, each with a random stream of its own; with seeding="batch", and a '
+                "map-style dataset, any number can continue an epoch",
                 self.num_workers,
+                num_workers,
             )
         self._num_workers = self.num_workers
         self._worker_init_fn = loader.worker_init_fn
@@ -256,7 +255,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
         for worker in self._fleet.workers:
             worker.journal.begins(resumed)
             if not plan.starts_workers and not worker.away:
-                worker.host.lane.abandon(worker.worker_id)
+                worker.host.lane.abandon()
                 worker.resume(resumed)
 
     def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
@@ -265,7 +264,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map)),
             self._options,
             num_workers=self._num_workers,
-            num_processes=self._num_hosts,
             accelerator=self._delivery.accelerator,
         )
         try:

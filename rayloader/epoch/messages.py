@@ -71,7 +71,7 @@ class WorkerLost:
         cause: in words.
         suspect: the task that it was executing, if known.
         admitted: the process itself reported that the task ended it.
-        blameless: another worker's task in the same process may have caused it, or no task did.
+        blameless: the process lives; only the way to it has changed.
     """
 
     worker_id: int

@@ -1,8 +1,8 @@
-"""A worker process as the driver's calls reach it: the workers that it hosts, and its end of a line.
+"""A worker process as the driver's calls reach it: the worker that it is, and its end of a line.
 
-Promise: what comes over the line is carried out in order, and answered; user code runs in the thread that serves. Only
-the active worker uses the process's random generators. No Ray, except for the references that an answer may carry. A
-fork has the replica, the modules and all settings as they were when it was forked.
+Promise: what comes over the line is carried out in order, and answered; user code runs in the thread that serves. No
+Ray, except for the references that an answer may carry. A fork has the replica, the modules and all settings as they
+were when it was forked.
 
 NOTE [Finalizers]. Torch's worker ends by `os._exit`: its iterator is finalized, because the function that holds it
 returns, and the dataset is not. No `__del__` of it and no `atexit` callback runs: a folder that the dataset would
@@ -39,14 +39,12 @@ from rayloader.transport.pickler import note_fork
 # How often a busy process checks for new messages on its line, in seconds: it need not begin calls that were
 # cancelled.
 LOOK_SECONDS = 0.001
-
-_MANAGES = Down.START, Down.HURRY, Down.LEAVE
 # Packages whose `__del__` only releases memory and descriptors of this process.
 _HARMLESS = {"rayloader", "ray", "torch", "multiprocessing"}
 
 
 class Hosting:
-    """The workers of one process, and its end of a line, which it owns: carries out calls, in order, and answers.
+    """The worker of one process, and its end of a line, which it owns: carries out calls, in order, and answers.
 
     Not the actor's class, because Ray wraps each method of that in a function of its own, and these run for each batch.
 
@@ -57,8 +55,7 @@ class Hosting:
     def __init__(self, opened: Callable[[], Replica] | None = None) -> None:
         self._opened = opened
         self._lane = WorkerLane()
-        self._workers: dict[int, HostedWorker] = {}  # by their ids
-        self._at_work: HostedWorker | None = None  # the active one, whose generators are the process's
+        self._worker: HostedWorker | None = None
         self._line: Line | None = None
         self._calls: deque[tuple[Any, ...]] = deque()  # received over the line and not begun, oldest first
         # For `Answer.spent`, perf_counter() or seconds.
@@ -68,62 +65,37 @@ class Hosting:
         self._answered = 0.0  # when the last answer was ready
         self._sending = 0.0  # time to send it, and for what had to be done before the next task
 
-    # ---- which workers
+    # ---- the worker
 
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def __iter__(self) -> Iterator[HostedWorker]:
-        return iter(self._workers.values())
-
-    def hurry(self, worker_id: int) -> None:
-        """Another process will soon be that worker."""
-        if worker_id in self._workers:
-            self._workers[worker_id].hurry()
+    @property
+    def worker(self) -> HostedWorker:
+        """Which worker this process is."""
+        assert self._worker is not None
+        return self._worker
 
     def start(self, setup: Setup, opened: Callable[[], Replica], state: WorkerState | None) -> None:
-        """This process becomes a worker, besides those that it is already; see `HostedWorker.start`."""
-        worker = HostedWorker(setup)
-        self.add(setup.worker_id, worker)
-        worker.start(opened, state)
+        """This process becomes a worker, and no longer is the one that it was; see `HostedWorker.start`."""
+        self.clear()
+        self._worker = HostedWorker(setup)
+        self._worker.start(opened, state)
         self._begins()
-
-    def add(self, worker_id: int, worker: HostedWorker) -> None:
-        """This process hosts the worker from now on, and it is the active one."""
-        self.remove(worker_id)
-        self._switch_to(None)
-        for other in list(self._workers.values())[:1]:
-            other.rewind_modules()
-        self._at_work = self._workers[worker_id] = worker
-
-    def remove(self, worker_id: int) -> None:
-        """This process no longer hosts the worker."""
-        if worker_id in self._workers:
-            self._workers[worker_id].end()
-            with without_finalizers():
-                if self._at_work is self._workers[worker_id]:
-                    self._nobody_works()
-                del self._workers[worker_id]
 
     def end(self) -> None:
         """What torch's worker finalizes itself at its end, its iterator, is finalized."""
-        for worker_id in self._workers:  # no variable may keep a worker: `clear` drops it
-            self._workers[worker_id].end()
+        if self._worker is not None:
+            self._worker.end()
 
     def clear(self) -> None:
-        """This process hosts no worker any more."""
-        self.end()
-        with without_finalizers():
-            self._workers.clear()
-            self._nobody_works()
-
-    def _nobody_works(self) -> None:
-        self._at_work = None
-        set_worker_info(None)
-        nobody_reads()
+        """This process is no worker any more."""
+        if self._worker is not None:
+            self._worker.end()
+            with without_finalizers():
+                self._worker = None
+                set_worker_info(None)
+                nobody_reads()
 
     def _begins(self) -> None:
-        """One of the workers begins an epoch."""
+        """The worker begins an epoch."""
         self._free_since = time.perf_counter()
         self._idle = self._sending = 0.0
 
@@ -138,51 +110,32 @@ class Hosting:
         self._free_since = time.perf_counter()
         self._sending = self._free_since - self._answered
 
-    def resume(self, worker_id: int, resumed: Resumed) -> WorkerState:
-        """A worker begins a new epoch with the same dataset object."""
-        state = self._active(worker_id).resume(resumed)
+    def resume(self, resumed: Resumed) -> WorkerState:
+        """The worker begins a new epoch with the same dataset object."""
+        state = self.worker.resume(resumed)
         self._begins()
         return state
 
-    def run(self, worker_id: int, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
-        """A worker builds a batch, in the arena if there is one."""
-        worker, began = self._active(worker_id), time.perf_counter()
-        return self._completed(worker.run(task, arena), worker, began)
+    def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
+        """Builds a batch, in the arena if there is one."""
+        began = time.perf_counter()
+        return self._completed(self.worker.run(task, arena), began)
 
-    def replay(
-        self,
-        worker_id: int,
-        call: int,
-        tasks: Iterable[tuple[int, tuple[Any, ...], int | None]],
-    ) -> Answer:
-        """A worker rebuilds batches; see `HostedWorker.replay`."""
-        worker, began = self._active(worker_id), time.perf_counter()
+    def replay(self, call: int, tasks: Iterable[tuple[int, tuple[Any, ...], int | None]]) -> Answer:
+        """Rebuilds batches; see `HostedWorker.replay`."""
+        began = time.perf_counter()
         again = [BuildOrder(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
-        return self._completed(worker.replay(again, self.is_unwanted) or Answer(-1, ResultKind.REBUILT), worker, began)
+        answer = self.worker.replay(again, self.is_unwanted) or Answer(-1, ResultKind.REBUILT)
+        return self._completed(answer, began)
 
-    def _completed(self, answer: Answer, worker: HostedWorker, began: float) -> Answer:
+    def _completed(self, answer: Answer, began: float) -> Answer:
         """The answer to a call that began at that time, with the news of worker and lane."""
         self._answered = ended = time.perf_counter()
         answer.seconds = ended - began
         answer.full, answer.no_arena = self._lane.take_full(), self._lane.error
-        worker.complete(answer, ended, self._idle, self._sending)
+        self.worker.complete(answer, ended, self._idle, self._sending)
         self._idle = self._sending = 0.0
         return answer
-
-    def _active(self, worker_id: int) -> HostedWorker:
-        """A worker that has something to do now."""
-        worker = self._workers[worker_id]
-        if worker is not self._at_work:
-            self._switch_to(worker)
-        return worker
-
-    def _switch_to(self, worker: HostedWorker | None) -> None:
-        """Lets another worker of the process use its generators."""
-        if self._at_work is not None:
-            self._at_work.park()
-        if worker is not None:
-            worker.unpark()
-        self._at_work = worker
 
     # ---- over a line
 
@@ -196,50 +149,41 @@ class Hosting:
             self._attend(line)
             if not self._calls:
                 continue
-            kind, worker_id, call, *arguments = self._calls.popleft()
+            kind, call, *arguments = self._calls.popleft()
             line.keep()  # see NOTE [final] in protocol.py
-            if kind in _MANAGES:
-                self._manage(kind, worker_id, *arguments)
-                line.send(packed((Up.MANAGED, worker_id, call, kind), line.apart))
+            if kind == Down.START:
+                setup, state = arguments
+                assert self._opened is not None
+                self.start(setup, self._opened, state)
+                line.send(packed((Up.STARTED, call, None), line.apart))
                 continue
             if kind == Down.RESUME:
-                state = self.resume(worker_id, Resumed(*arguments))
-                line.send(packed((Up.BEGUN, worker_id, call, tuple(state)), line.apart))
+                resumed = self.resume(Resumed(*arguments))
+                line.send(packed((Up.BEGUN, call, tuple(resumed)), line.apart))
                 continue
-            answer = self._do(kind, worker_id, call, *arguments)
+            answer = self._do(kind, call, *arguments)
             if answer is None:
                 continue
             if answer.wire is not None and answer.wire[2]:  # it carries references to Ray's objects
                 line.drain()  # older answers come first
                 self.is_free()
-                return Served(answer=(worker_id, call, answer.fields))
-            line.send(packed((Up.ANSWER, worker_id, call, answer.fields), line.apart))
+                return Served(answer=(call, answer.fields))
+            line.send(packed((Up.ANSWER, call, answer.fields), line.apart))
             self.is_free()
         line.drain()
         self.hang_up()
         return Served(refused=line.fault)
 
-    def _manage(self, kind: int, worker_id: int, *arguments: Any) -> None:
-        """Begins, hurries or leaves a worker."""
-        if kind == Down.START:
-            setup, state = arguments
-            assert self._opened is not None
-            self.start(setup, self._opened, state)
-        elif kind == Down.HURRY:
-            self.hurry(worker_id)
-        else:
-            self.remove(worker_id)
-
-    def _do(self, kind: int, worker_id: int, call: int, *arguments: Any) -> Answer | None:
+    def _do(self, kind: int, call: int, *arguments: Any) -> Answer | None:
         """Carries out a call that came over the line; None if nobody waits for it."""
         if kind == Down.REPLAY:
             (tasks,) = arguments
-            return self.replay(worker_id, call, tasks)
+            return self.replay(call, tasks)
         task_id, indices, room = arguments
         arena = self._lane.open(room)  # it brings news of the arena, even if nobody waits for the batch
         if self.is_unwanted():
             return None
-        return self.run(worker_id, BuildOrder(call, task_id, indices), arena)
+        return self.run(BuildOrder(call, task_id, indices), arena)
 
     def _attend(self, line: Line) -> None:
         """Receives from the line, waiting if there is nothing to do; sends what is unsent."""

@@ -223,10 +223,6 @@ class HostedWorker:
         """Drops the iterator, which may have something to finish, as torch's worker does last."""
         self._fetcher = None
 
-    def hurry(self) -> None:
-        """It will soon continue in another process."""
-        self._recorder.hurry()
-
     def snapshot(self) -> WorkerState:
         """A snapshot of the worker, as the difference from the last one."""
         return self._recorder.snapshot(self._iterator, **self._progress())
@@ -241,20 +237,6 @@ class HostedWorker:
             "digest": self._digest,
             "dataset_epoch": self._dataset_epoch,
         }
-
-    def park(self) -> None:
-        """Another worker of this process becomes active."""
-        self._parked = self._recorder.capture()
-
-    def unpark(self) -> None:
-        """This worker becomes active again."""
-        assert self._parked is not None
-        self._recorder.rewind(self._parked)
-        self._tell_who_reads()
-
-    def rewind_modules(self) -> None:
-        """Another worker begins in this process: for it the generators of modules are as they were at the start."""
-        self._recorder.rewind()
 
     def resume(self, resumed: Resumed) -> WorkerState:
         """Begins a new epoch over the same dataset; as in torch's persistent workers nothing is seeded again.
@@ -361,7 +343,7 @@ class HostedWorker:
                 number = self._tasks * setup.num_workers + setup.worker_id if self._is_iterable else task_id
                 seed_all(setup.base_seed, self._epoch, number)
             if arena is not None:
-                arena.begin(setup.worker_id)
+                arena.begin()
             batch, samples, fresh = self._load(task.indices, arena, skipped)
             self._collated = time.perf_counter()
             try:

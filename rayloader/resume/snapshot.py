@@ -14,8 +14,7 @@ See `WorkerState.may_be_stale`, and `end_again`.
 NOTE [One percent]. A snapshot costs the user's `state_dict`. So the next one is taken only when the worker has worked a
 hundred times as long as the last one took. Batches built in between are rebuilt when another process continues. If a
 snapshot of a dataset of the same class was expensive, the first one of an epoch waits in the same way. Programs that
-never save a state do not pay for one. A worker that is told to hurry, because it will soon move, takes one each time
-that it has worked twice as long as the last one took.
+never save a state do not pay for one.
 
 NOTE [Held at the start]. Followed are the generators that the replica's objects hold, and the globals that their code
 names, after `worker_init_fn` has run. What comes later is not known here: where it changes the batches, a rebuilt one
@@ -39,8 +38,6 @@ from rayloader.random.search import search
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
 SHARE = 0.01
-# The share for a worker that will soon move: batches after its last snapshot are rebuilt while the trainer waits.
-HURRIED_SHARE = 0.5
 # A snapshot that took more CPU time than this, in seconds, is remembered: short epochs would all pay for a first one.
 DEAR_S = 0.1
 
@@ -149,7 +146,6 @@ class SnapshotTaker:
         self.loaded: WorkerState | None = None
         self._begin: RandomState | None = None  # not sent yet
         self._states: dict[str, bytes] = {}  # as last sent
-        self._share = SHARE
         self._kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         self._cost = _dear.get(self._kind, 0.0)  # seconds that the last snapshot took
         self._worked = 0.0  # seconds since then
@@ -161,11 +157,7 @@ class SnapshotTaker:
     @property
     def is_due(self) -> bool:
         """Whether it is time for a snapshot, see NOTE [One percent]."""
-        return self._worked * self._share >= self._cost
-
-    def hurry(self) -> None:
-        """The worker will soon continue in another process."""
-        self._share = HURRIED_SHARE
+        return self._worked * SHARE >= self._cost
 
     def renew(self) -> None:
         """The dataset was told of an epoch, and may have made its generators anew."""

@@ -438,7 +438,6 @@ class ArenaWriter:
         self._batch: list[int] = []  # tickets taken for the batch that is being built
         self._kept: list[int] = []  # of slots that user code still referred to when their batch was finished
         self._last_ticket = 0
-        self._owner = -1
         self.full = False
 
     @classmethod
@@ -463,9 +462,8 @@ class ArenaWriter:
         except (OSError, MemoryFileError) as error:
             raise ArenaError(f"can't open {address.name}: {error}") from error
 
-    def begin(self, owner: int) -> None:
-        """A batch of worker `owner` begins; the rest of an unfinished one is dropped."""
-        self._owner = owner
+    def begin(self) -> None:
+        """A batch begins; the rest of an unfinished one is dropped."""
         for ticket in self._batch:
             taken = self._slots.get(ticket)
             if taken is not None and not taken.sent and not self._free_if_dropped(ticket):
@@ -551,20 +549,9 @@ class ArenaWriter:
             if taken is not None and not taken.seen_by_child:
                 self._free.put_back(*taken.slot[1:])
 
-    def abandon(self, owner: int | None, leased: Collection[int]) -> None:
-        """The driver will receive no result that a worker has produced so far.
-
-        Args:
-            owner: that worker; None: all workers.
-            leased: tickets of slots that the driver did receive and has not freed.
-        """
-        self.free(
-            [
-                ticket
-                for ticket, taken in self._slots.items()
-                if taken.sent and (owner is None or taken.owner == owner) and ticket not in leased
-            ]
-        )
+    def abandon(self, leased: Collection[int]) -> None:
+        """The driver will receive no result that was sent so far, but for these `leased` tickets, which it has."""
+        self.free([ticket for ticket, taken in self._slots.items() if taken.sent and ticket not in leased])
 
     def _copy(self, source: np.ndarray[Any, np.dtype[np.uint8]]) -> Slice | None:
         where = self.reserve(source.nbytes)
@@ -583,7 +570,7 @@ class ArenaWriter:
             self.full = True
             return None
         self._last_ticket += 1
-        taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), self._owner, forks_begun)
+        taken = self._slots[self._last_ticket] = _Taken((self._last_ticket, *extent), forks_begun)
         self._batch.append(self._last_ticket)
         if self._last_ticket % COLD_AFTER == 0:
             self._look_again()
@@ -612,11 +599,10 @@ class ArenaWriter:
 class _Taken:
     """The worker's record of a slot."""
 
-    __slots__ = ("forks", "owner", "region", "sent", "slot")
+    __slots__ = ("forks", "region", "sent", "slot")
 
-    def __init__(self, slot: Slot, owner: int, forks: int) -> None:
+    def __init__(self, slot: Slot, forks: int) -> None:
         self.slot = slot
-        self.owner = owner
         self.forks = forks
         self.region: weakref.ref[Extent] | None = None  # the memory that user code may refer to
         self.sent = False  # it belongs to the driver

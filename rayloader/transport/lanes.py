@@ -60,8 +60,7 @@ class Room(NamedTuple):
     freed: list[int]  # tickets of slots that are free again
     small: int  # up to what size buffers are small
     locked: Sequence[int] = ()  # offsets of page-locked slots: of all that are freed by this message, at least
-    abandoned: Sequence[int | None] = ()  # workers whose results so far are discarded; None in it: all workers'
-    leased: Collection[int] = ()  # if there are some, the tickets of slots that are not
+    leased: Collection[int] | None = None  # if all results so far are discarded, the tickets of slots that are not
 
 
 def switched_off() -> bool:
@@ -215,7 +214,7 @@ class ArenaLane:
         self.accelerator: Accelerator | None = None
         self._arena: Arena | None = None
         self._off = ""  # why there will be no arena
-        self._abandoned: set[int | None] = set()  # not sent yet
+        self._abandoned = False  # the worker is to be told that
 
     @property
     def is_open(self) -> bool:
@@ -248,14 +247,15 @@ class ArenaLane:
         if self.accelerator is not None and self.accelerator.can_register:
             arena.page_lock_for(self.accelerator)
         address = arena.address if arena.address is not known else None
-        news: tuple[Any, ...] = address, freed, SMALL_BYTES, arena.locked(all_slots=bool(self._abandoned))
+        news: tuple[Any, ...] = address, freed, SMALL_BYTES, arena.locked(all_slots=self._abandoned)
         if self._abandoned:
-            news += [self._abandoned.pop() for _ in range(len(self._abandoned))], arena.leased()
+            self._abandoned = False
+            news += (arena.leased(),)
         return Lent(arena), news
 
-    def abandon(self, worker_id: int | None = None) -> None:
-        """No result that this worker (None: any worker of the actor) was asked for so far will be received."""
-        self._abandoned.add(worker_id)
+    def abandon(self) -> None:
+        """No result that the worker was asked for so far will be received."""
+        self._abandoned = True
 
     def rest(self, resting: bool) -> None:
         """The actor is idle, or is no longer."""
@@ -316,8 +316,8 @@ class WorkerLane:
             self._arena.small = news.small
             self._arena.lock(news.locked)
             self._arena.free(news.freed)
-            for worker_id in news.abandoned:
-                self._arena.abandon(worker_id, news.leased)
+            if news.leased is not None:
+                self._arena.abandon(news.leased)
         return self._arena
 
     def take_full(self) -> bool:
@@ -362,7 +362,7 @@ class Recycled:
         lent, news = (None, None) if self._closed else self._lane.lend(self._own.address)
         if lent is None or (writer := self._own.open(news)) is None:
             return None
-        writer.begin(0)
+        writer.begin()
         where = writer.reserve(nbytes)
         return None if where is None else lent.arena.view(where, lent.leases)
 

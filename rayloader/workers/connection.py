@@ -50,7 +50,7 @@ class NeverStarts(Exception):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Process:
-    """One process that hosts workers.
+    """One process that is a worker, or will be.
 
     Attributes:
         kind: what it is, for users.
@@ -61,9 +61,9 @@ class Process:
     address: WorkerAddress | None = None
     started_at: float | None = None  # time.monotonic() when it was seen to run; of a fork, asked for
     lane: ArenaLane = field(default_factory=ArenaLane)
+    worker_id: int = -1  # which worker of its fleet it is
     calls: int = 0  # made over a channel
     lost: bool = False  # given up by the fleet that had it
-    vanished: bool = False  # nobody knows what happened to it: its whole node may be gone
 
     @property
     def tells_start(self) -> bool:
@@ -134,23 +134,15 @@ class Channel(ABC):
         """Lets the process be a worker, newly started or as in `state`; `source`: see `Processes.sources`."""
 
     @abstractmethod
-    def hurry(self, worker_id: int) -> None:
-        """`WorkerProcess.hurry`."""
-
-    @abstractmethod
-    def leave(self, worker_id: int) -> None:
-        """`WorkerProcess.leave`."""
-
-    @abstractmethod
-    def run(self, worker_id: int, task: Task) -> Lent | None:
+    def run(self, task: Task) -> Lent | None:
         """`WorkerProcess.run`; its number is `process.calls`. Pass the return value to `received`."""
 
     @abstractmethod
-    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
+    def replay(self, tasks: Sequence[Task]) -> None:
         """`WorkerProcess.replay`; its number is `process.calls`."""
 
     @abstractmethod
-    def resume(self, worker_id: int, resumed: Resumed) -> None:
+    def resume(self, resumed: Resumed) -> None:
         """`WorkerProcess.resume`; its number is `process.calls`."""
 
     @abstractmethod
@@ -197,11 +189,11 @@ class Channel(ABC):
         self.close()
         return ProcessLost(self.process, error)
 
-    def _replay(self, worker_id: int, tasks: Sequence[Task]) -> tuple[Any, ...]:
+    def _replay(self, tasks: Sequence[Task]) -> tuple[Any, ...]:
         """The message to `WorkerProcess.replay`."""
         self.process.calls += 1
         again = [(task.task_id, in_message(task.indices.encoded), task.digest) for task in tasks]
-        return worker_id, self.process.calls, again
+        return self.process.calls, again
 
 
 class LineCalls(Channel):
@@ -220,24 +212,24 @@ class LineCalls(Channel):
         return "line, arena" if self.process.lane.is_open else "line"
 
     @override
-    def run(self, worker_id: int, task: Task) -> Lent | None:
+    def run(self, task: Task) -> Lent | None:
         process, indices = self.process, in_message(task.indices.encoded)
         process.calls += 1
         lent, news = process.lane.lend(self.arena) if self.lends else (None, None)
         if lent is not None:
             self.arena = lent.arena.address
-        self._send((Down.RUN, worker_id, process.calls, task.task_id, indices, news), carries=bool(indices[2]))
+        self._send((Down.RUN, process.calls, task.task_id, indices, news), carries=bool(indices[2]))
         return lent
 
     @override
-    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
+    def replay(self, tasks: Sequence[Task]) -> None:
         carries = any(task.indices.encoded.carried for task in tasks)
-        self._send((Down.REPLAY, *self._replay(worker_id, tasks)), carries=carries)
+        self._send((Down.REPLAY, *self._replay(tasks)), carries=carries)
 
     @override
-    def resume(self, worker_id: int, resumed: Resumed) -> None:
+    def resume(self, resumed: Resumed) -> None:
         self.process.calls += 1
-        self._send((Down.RESUME, worker_id, self.process.calls, *resumed))
+        self._send((Down.RESUME, self.process.calls, *resumed))
 
 
 class Mailbox:

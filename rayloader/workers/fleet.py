@@ -1,10 +1,8 @@
-"""The workers of one iterator, and the processes that host them: begun, lost, replaced, moved, ended.
+"""The workers of one iterator, each with a process of its own: begun, lost, replaced, ended.
 
 Promise: each method checks that the processes can still be used before it calls Ray, and raises `RaySessionError` if
-not; errors about a lost process, node or object arrive as `ProcessLost`. A worker that has lost its process, or is to
-move to another, is *away* until it is begun again, on a process that knows what its journal says. Processes that host
-others' workers, until these have processes of their own, give them up when those processes have come. `release` gives
-the processes back.
+not; errors about a lost process, node or object arrive as `ProcessLost`. A worker that has lost its process is *away*
+until it is begun again, on a process that knows what its journal says. `release` gives the processes back.
 """
 
 from __future__ import annotations
@@ -28,9 +26,6 @@ from rayloader.workers.processes import Processes
 if TYPE_CHECKING:
     from rayloader.gpu.device import Accelerator
 
-# How many replacement processes may fail to start before the helping processes keep the work.
-MOST_FAILED_STARTS = 3
-
 
 @dataclass(slots=True)
 class Rebuilding:
@@ -49,7 +44,7 @@ class Worker:
         worker_id: from 0 on, torch's.
         setup: sent to it when it starts.
         journal: its last snapshot, and the tasks since then; the iterator's position has it too.
-        host: the process that is, or will be, this worker.
+        host: the process that is, or will be, this worker; no other worker has it.
         away: its host has not been told yet that it is this worker.
         started: the answer to `Channel.start`.
         begun_at: when its host was told that it is this worker, time.monotonic().
@@ -75,9 +70,8 @@ class Worker:
         self.worker_id = setup.worker_id
         self.setup = setup
         self.journal = journal
-        self.host = host
         self._mailbox = mailbox
-        self.away = True
+        self.continues_on(host)
         self.started: Started | None = None
         self.begun_at = 0.0
         self.rebuilding: Rebuilding | None = None
@@ -99,7 +93,7 @@ class Worker:
 
     def give(self, task: Task) -> None:
         """Lets it build a task's batch."""
-        task.lent = self._mailbox.to(self.host).run(self.worker_id, task)
+        task.lent = self._mailbox.to(self.host).run(task)
         task.call = self.host.calls
 
     def rebuild(self, tasks: Sequence[Task]) -> int:
@@ -108,29 +102,19 @@ class Worker:
         Returns:
             The number of the call.
         """
-        self._mailbox.to(self.host).replay(self.worker_id, tasks)
+        self._mailbox.to(self.host).replay(tasks)
         return self.host.calls
 
     def resume(self, resumed: Resumed) -> None:
         """Lets it begin another epoch; its journal is updated when it has."""
-        self._mailbox.to(self.host).resume(self.worker_id, resumed)
+        self._mailbox.to(self.host).resume(resumed)
         self.journal.resumed = self.host, self.host.calls
         self._after_call = self.host.calls
 
-    def hurry(self) -> None:
-        """Tells its host that another process will soon be this worker."""
-        if self.host in self._mailbox and not self.away:
-            self._mailbox.to(self.host).hurry(self.worker_id)
-
-    def leave(self) -> None:
-        """Tells its host that it no longer is this worker, if it was ever told that it is."""
-        if self.host in self._mailbox and not self.away:
-            self._mailbox.to(self.host).leave(self.worker_id)
-            self.host.lane.abandon(self.worker_id)
-
-    def moves_to(self, host: Process) -> None:
-        """It continues on this process, once that is told so."""
+    def continues_on(self, host: Process) -> None:
+        """This process is the worker, once it is told so."""
         self.host, self.away = host, True
+        host.worker_id = self.worker_id
 
     @property
     def has_begun(self) -> bool:
@@ -139,7 +123,7 @@ class Worker:
 
 
 class Fleet:
-    """The workers of one iterator, dealt out in turn to the processes that it owns until `release`.
+    """The workers of one iterator, and the processes that it owns until `release`.
 
     Args:
         processes: where they come from.
@@ -160,9 +144,6 @@ class Fleet:
         self.mailbox = Mailbox(janitor.later)  # whose thread ends what finalizers leave behind
         self.hosts: list[Any] = []
         self.workers: list[Worker] = []
-        # Requested while others host their workers: these workers, and how many processes have failed to start.
-        self._coming: dict[Any, tuple[list[Worker], int]] = {}
-        self._replaced: list[Any] = []  # replacements were requested, because their nodes will leave
 
     # ---- the loan of processes
 
@@ -186,7 +167,7 @@ class Fleet:
         """Adds `count` processes; does not wait until new ones run. `fresh`: none that has worked before."""
         self.hosts = self.hosts + self._lend(count, fresh=fresh)
 
-    def _lend(self, count: int, *, fresh: bool = True) -> list[Any]:
+    def _lend(self, count: int, *, fresh: bool) -> list[Any]:
         self.check_session()
         return self.processes.lend(count, fresh=fresh)
 
@@ -224,12 +205,9 @@ class Fleet:
 
     @property
     def awaited(self) -> list[Process]:
-        """The processes whose start is awaited: workers that are away will begin there, or move there."""
-        away = [worker for worker in self.workers if worker.away and not worker.host.lost]
-        if not away and not self._coming:
-            return []  # as nearly always: a wait asks
-        hosts = {id(worker.host): worker.host for worker in away}
-        return [process for process in (*hosts.values(), *self._coming) if process.tells_start]
+        """The processes whose start is awaited: workers that are away will begin there."""
+        away = [worker.host for worker in self.workers if worker.away]
+        return [process for process in away if process.tells_start and not process.lost]
 
     @property
     def leased_bytes(self) -> int:
@@ -243,20 +221,11 @@ class Fleet:
                 worker.host.has_started()
         return worker.host.address
 
-    def fall_back(self, process: Any, reason: str) -> list[Worker]:
-        """Replaces the line to a process with Ray calls.
-
-        Returns:
-            Its workers, which must be begun again; they are away now.
-        """
-        self.processes.refused(process, reason)
-        self.mailbox.remove(process)
-        workers = self.hosted_by(process)
-        for worker in workers:
-            if not worker.away:
-                worker.leave()
-                worker.away = True
-        return workers
+    def fall_back(self, worker: Worker, reason: str) -> None:
+        """Replaces the line to a worker's process with Ray calls; the worker must be begun again, and is away now."""
+        self.processes.refused(worker.host, reason)
+        self.mailbox.remove(worker.host)
+        worker.away = True
 
     # ---- workers begin
 
@@ -264,8 +233,8 @@ class Fleet:
         """Tells the processes that run which workers they are; the others' workers are away until they run."""
         self.check_session()
         self.workers = [
-            Worker(setup, journal, self.hosts[setup.worker_id % len(self.hosts)], self.mailbox)
-            for setup, journal in zip(setups, journals, strict=True)
+            Worker(setup, journal, process, self.mailbox)
+            for setup, journal, process in zip(setups, journals, self.hosts, strict=True)
         ]
         self._begin(self._ready)
 
@@ -298,132 +267,28 @@ class Fleet:
                 self.mailbox.add(self.processes.channel(worker.host, self.mailbox))
             worker.begin(source)
 
-    # ---- which process hosts each worker
+    # ---- which process is each worker
 
-    def hosted_by(self, process: Any) -> list[Worker]:
-        """The workers of a process; none if it no longer belongs to this fleet."""
-        return [worker for worker in self.workers if worker.host is process] if process in self.hosts else []
+    def worker_of(self, process: Process) -> Worker | None:
+        """The worker that a process is; None if another one is by now."""
+        worker = self.workers[process.worker_id]
+        return worker if worker.host is process else None
 
-    def lose(self, process: Any) -> None:
+    def lose(self, process: Process) -> None:
         """Kills a process that is dead or not to be trusted any more, and gives up what it shares with this process."""
-        if not process.lost:
-            process.lost = True
-            for worker in self.hosted_by(process):
-                worker.away = True
-            self._end(process)
-
-    def _end(self, process: Any) -> None:
-        """Kills a process, and gives up what it shares with us."""
-        self.mailbox.remove(process)
-        self.processes.kill(process)
+        if not process.lost and (worker := self.worker_of(process)) is not None:
+            process.lost = worker.away = True
+            self.mailbox.remove(process)
+            self.processes.kill(process)
 
     def replace(self, worker: Worker) -> bool:
-        """Gives a worker whose process is dead another one, with all that the old one hosted; False if it lives."""
-        old = worker.host
-        if not old.lost:
+        """Gives a worker whose process is dead another one; False if it lives."""
+        if not worker.host.lost:
             return False
-        own = self._own_of(old)
-        hosts = self._survivors_of(old) if old.vanished or not own else []
-        if own or not hosts:
-            (new,) = self._lend(1)  # idle ones may be just as dead
-            if hosts:
-                self._coming[new] = own, 0
-            else:
-                hosts = [new]
-        self._move([old], hosts)
+        (another,) = self._lend(1, fresh=True)  # idle ones may be just as dead
+        worker.continues_on(another)
+        self.hosts = [one.host for one in self.workers]
         return True
-
-    def _own_of(self, process: Any) -> list[Worker]:
-        """The workers of a process, except for those that it hosts until their own process comes."""
-        others = [worker for workers, _ in self._coming.values() for worker in workers]
-        return [worker for worker in self.hosted_by(process) if worker not in others]
-
-    def _survivors_of(self, vanished: Any) -> list[Any]:
-        """Processes that can do the work of one whose node may be gone, those with the fewest workers first.
-
-        If a node loses power, Ray regards it as alive for up to half a minute, and may place a new process there.
-        """
-        gone = None if vanished.address is None else vanished.address.node_id
-        there = [a for a in self.hosts if a.address is not None and not a.lost and a.address.node_id != gone]
-        stay = [process for process in there if not self.processes.is_draining(process)]
-        return sorted(stay, key=lambda process: len(self.hosted_by(process)))
-
-    @property
-    def may_spread(self) -> bool:
-        """Whether there may be work for `spread`; the question costs next to nothing."""
-        return bool(self._coming or self.processes.drains)
-
-    def spread(self) -> list[Worker]:
-        """Moves workers to processes of their own that have come, and away from nodes that will leave.
-
-        A process on such a node continues until its replacement has come, or until it is late. Others then host its
-        workers.
-
-        Returns:
-            The workers that move; they are away now.
-        """
-        before = self.hosts
-        draining = [process for process in before if not process.lost and self.processes.is_draining(process)]
-        for process in draining:
-            if process not in self._replaced and (own := self._own_of(process)):
-                (new,) = self._lend(1)
-                self._coming[new] = own, 0
-                self._replaced.append(process)
-                for worker in own:
-                    worker.hurry()
-        moved = self._take_over()
-        for process in draining:
-            # If no process stays, Ray must not be asked again for each batch.
-            if (hosts := self._survivors_of(process)) and self._is_late(process):
-                for worker in self.hosted_by(process):
-                    worker.leave()
-                moved += self._move([process], hosts)
-        for process in before:
-            if process not in self.hosts and not process.lost:
-                self._end(process)
-        return moved
-
-    def _is_late(self, process: Any) -> bool:
-        """Whether its workers must leave it at once: its node leaves, or they have waited long enough for room."""
-        coming = [new for new, (workers, _) in self._coming.items() if process in [worker.host for worker in workers]]
-        return self.processes.is_late(process, coming)
-
-    def _take_over(self) -> list[Worker]:
-        """Lets late processes take over their workers from those that have helped out."""
-        moved = []
-        for new, (workers, failed) in list(self._coming.items()):
-            try:
-                if not new.has_started():
-                    continue
-            except NeverStarts:  # it was given room on a node that is gone
-                self.processes.kill(new)
-                if failed < MOST_FAILED_STARTS:
-                    (another,) = self._lend(1)
-                    self._coming[another] = workers, failed + 1
-            else:
-                for worker in workers:
-                    worker.leave()
-                    worker.moves_to(new)
-                    moved.append(worker)
-                self.hosts = self._hosts_of_workers
-            del self._coming[new]
-        return moved
-
-    def _move(self, old: list[Any], new: list[Any]) -> list[Worker]:
-        """Deals the workers of some processes, which leave the fleet, to other processes.
-
-        Returns:
-            The workers that move; they are away now.
-        """
-        moved = [worker for worker in self.workers if worker.host in old]
-        for number, worker in enumerate(moved):
-            worker.moves_to(new[number % len(new)])
-        self.hosts = self._hosts_of_workers
-        return moved
-
-    @property
-    def _hosts_of_workers(self) -> list[Any]:
-        return list(dict.fromkeys(worker.host for worker in self.workers))
 
     def check_started(self) -> None:
         """Notes which processes run by now, and makes sure that no worker waits for one for too long.

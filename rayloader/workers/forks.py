@@ -13,7 +13,6 @@ import os
 import pickle
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -85,25 +84,14 @@ class ForkCalls(LineCalls):
         super().__init__(process, mailbox)
         self._line = line
         self._is_known = False  # the process
-        self._starts: deque[Started] = deque()  # not answered, oldest first
+        self._started = Started()
 
     @override
     def start(self, source: Any, setup: Setup, state: WorkerState | None) -> Started:
-        self._manage(Down.START, setup.worker_id, setup, state)
-        self._starts.append(Started())
-        return self._starts[-1]
-
-    @override
-    def hurry(self, worker_id: int) -> None:
-        self._manage(Down.HURRY, worker_id)
-
-    @override
-    def leave(self, worker_id: int) -> None:
-        self._manage(Down.LEAVE, worker_id)
-
-    def _manage(self, kind: int, worker_id: int, *arguments: Any) -> None:
         self.process.calls += 1
-        self._send((kind, worker_id, self.process.calls, *arguments))
+        self._send((Down.START, self.process.calls, setup, state))
+        self._started = Started()
+        return self._started
 
     @override
     def _send(self, message: Any, *, carries: bool = False) -> None:
@@ -153,10 +141,10 @@ class ForkCalls(LineCalls):
             line.flush()
         messages = []
         for message in map(unpacked, line.arrived()):
-            if message[0] != Up.MANAGED:
+            if message[0] == Up.STARTED:
+                self._started.succeeded = True
+            else:
                 messages.append(message)
-            elif message[3] == Down.START:
-                self._starts.popleft().succeeded = True
         if not self._is_known and not line.closed and self.process.has_started():
             line.watch(self.process.address.pid)  # type: ignore[union-attr]
             self._is_known = True

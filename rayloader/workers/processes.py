@@ -20,10 +20,9 @@ class Processes(ABC):
         uses_store: whether some batches come, or came, through Ray's object store.
         copies: whether this process has to copy some batches: from the store, or large ones from the network.
         leased_bytes: bytes of memory outside arenas in which batches lie.
-        drains: whether some node will leave.
     """
 
-    uses_store = copies = drains = False
+    uses_store = copies = False
     leased_bytes = 0
 
     def check(self) -> None:  # noqa: B027
@@ -69,14 +68,6 @@ class Processes(ABC):
     @abstractmethod
     def sources(self, others: list[Any]) -> Callable[[Any], Any]:
         """Tells where each of some processes gets the replica from; `others`: those of the fleet. None: it has it."""
-
-    def is_draining(self, process: Any) -> bool:
-        """Whether the process is on a node that will leave."""
-        return False
-
-    def is_late(self, process: Any, coming: list[Any]) -> bool:
-        """Whether the workers of a draining process must leave it at once, although others are coming."""
-        return False
 
     def refused(self, process: Any, reason: str) -> None:  # noqa: B027
         """A process cannot be reached over a line."""
