@@ -137,7 +137,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
     With workers, these are Ray actors if the program uses Ray (`ray.init()` or `rayloader.init()` was called, or
     RAY_ADDRESS is set) or this loader asks for them; otherwise they are forks of this process, as torch's are, and the
     first batch comes at once. See `workers`. The actors are shared by all loaders of the process. They stay warm
-    for a minute after their work, or for 10 seconds if they hold CPUs or other resources of a cluster.
+    for a minute after their work, unless something else in the cluster waits for what they hold.
 
     Args:
         dataset: map-style or iterable-style dataset. Each worker has its own dataset object, a new one at each `iter()`

@@ -82,7 +82,7 @@ def ray_session(keepers):
     import rayloader.actors.start
     from rayloader import DataLoader, init, shutdown
 
-    rayloader.actors.lifetimes.GRACE_S = rayloader.actors.lifetimes.HOLDING_GRACE_S = math.inf
+    rayloader.actors.lifetimes.GRACE_S = math.inf
     # What the log holds is not to depend on how fast the machine is.
     rayloader.actors.start.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
     rayloader.actors.lifetimes.LATE_NOTICE_S = math.inf

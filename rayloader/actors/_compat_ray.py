@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import json
 import logging
 import operator
 import re
@@ -27,7 +28,10 @@ RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authenti
 logger = logging.getLogger("rayloader")
 
 _ASKED_OFTEN = "each batch asks Ray's public functions which cluster this is, which takes longer"
-_NOT_SEEN = "an error about workers that do not start does not say how many of them have a place"
+_NOT_SEEN = (
+    "workers count as without a place in the cluster until they run, and nodes that an autoscaler starts are not seen: "
+    "if that takes longer than a minute, raise RAYLOADER_START_TIMEOUT (seconds)"
+)
 _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
 # What it costs that a version of Ray lacks a name; "" if nothing, because the versions without it do not need it. Names
 # are paths from the module: of an attribute, or of an argument of a function, in parentheses. To which loggers Ray's
@@ -40,7 +44,10 @@ COSTS = {
     "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
     "_private.worker.global_worker.gcs_client": "",  # there is none before the first connection
     "_raylet.InnerGcsClient.get_cluster_status": _NOT_SEEN,
+    "_raylet.InnerGcsClient.internal_kv_get": _NOT_SEEN,
     "core.generated.autoscaler_pb2.GetClusterStatusReply": _NOT_SEEN,
+    "_private.ray_constants.DEBUG_AUTOSCALING_STATUS": "nodes that an autoscaler of version 1 starts are not seen",
+    "_private.state.state.get_draining_nodes": "workers on a node that will leave are replaced only when it has left",
     "_private.worker.print_to_stdstream": "Ray prints a line for each worker process that dies",
     "_private.worker._changeproctitle": "`ps` and `top` do not show which loader a worker process works for",
     "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
@@ -190,12 +197,16 @@ def set_process_title(ray: ModuleType, title: str) -> None:
             pass
 
 
-def cluster_status(ray: ModuleType, timeout: float) -> Any:
-    """A `GetClusterStatusReply`: the state of each node, and the demand that has no place; None if it cannot be had.
+def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]] | None:
+    """What Ray's GCS knows of the cluster, and the autoscaler of either version of itself; None if it cannot be asked.
 
     Args:
         ray: the module.
-        timeout: how long to wait for the answer of Ray's GCS, in seconds.
+        timeout: how long to wait for each of two answers, in seconds.
+
+    Returns:
+        A `GetClusterStatusReply`: the state of each node, the demand that has no place, and what the autoscaler of
+        version 2 does. And the report of that of version 1, which is empty if there is none.
 
     Raises:
         RpcError: the GCS has not answered.
@@ -203,11 +214,21 @@ def cluster_status(ray: ModuleType, timeout: float) -> Any:
     client = _found(ray, "_private.worker.global_worker.gcs_client")
     reply_of = _found(ray, "core.generated.autoscaler_pb2.GetClusterStatusReply")
     ask = _member(client, "_raylet.InnerGcsClient.get_cluster_status")
-    if reply_of is None or ask is None:
+    look_up = _member(client, "_raylet.InnerGcsClient.internal_kv_get")
+    if reply_of is None or ask is None or look_up is None:
         return None
     reply = reply_of()
     reply.ParseFromString(ask(timeout_s=timeout))
-    return reply
+    key = _found(ray, "_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
+    report = None if key is None else look_up(key.encode(), None, timeout=timeout)
+    return reply, json.loads(report) if report else {}
+
+
+def draining_nodes(ray: ModuleType) -> dict[str, int]:
+    """The nodes that are known to leave, and when, in milliseconds since 1970; 0 if that is open."""
+    ask = _found(ray, "_private.state.state.get_draining_nodes")
+    nodes: dict[str, int] = {} if ask is None else ask()
+    return nodes
 
 
 def node_first(ray: ModuleType, node_id: str) -> Any:

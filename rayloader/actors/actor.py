@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from rayloader.actors import session
 from rayloader.actors._compat_ray import on_completed, said_of_end
-from rayloader.actors.cluster import demand
 from rayloader.actors.image import Image
+from rayloader.actors.room import demand
 from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
 from rayloader.protocol import NONE_YET, WorkerAddress
@@ -155,9 +155,9 @@ class Actor(Process):
         return "" if self.address is None else self.address.node_id
 
     @property
-    def holds(self) -> bool:
-        """Whether it takes something from others as long as it runs, idle or not."""
-        return bool(demand(self.options))
+    def holds(self) -> dict[str, float]:
+        """What it takes from others as long as it runs, idle or not, by Ray's names; nothing before."""
+        return {} if self.address is None else demand(self.options)
 
     @property
     def is_near(self) -> bool:

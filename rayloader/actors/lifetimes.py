@@ -7,9 +7,9 @@ Promise: every change of an actor's state is made here.
 An actor is LENT from its creation on, to the lease of one fleet, whether it has found its place yet or not. A lease
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
 holder at any line. IDLE ones were told to stop, and are warm: what user code has left in their process is still there.
-They may be lent to any loader with the same options, though they have not answered `stop` yet. They end `GRACE_S` after
-they came back, or `HOLDING_GRACE_S` if they hold resources of the cluster, or when others of this process have no room.
-Actors that `rayloader.init` has created in advance are IDLE without a deadline until they are lent.
+They may be lent to any loader with the same options, though they have not answered `stop` yet, and end `GRACE_S` after
+they came back, or at once when something else in the cluster waits for what they hold (demand.py). Actors that
+`rayloader.init` has created in advance are IDLE without a deadline until they are lent.
 
 NOTE [Slow is not dead]
 A process that gets no time on a busy machine does not answer for a while, and starting another one there takes much
@@ -43,8 +43,6 @@ from rayloader.workers.janitor import janitor
 
 # How long actors are kept after their work: between two epochs lie a checkpoint, a validation, a notebook's cell.
 GRACE_S = 60.0
-# The same where they hold CPUs or other resources, for which others in the cluster may wait.
-HOLDING_GRACE_S = 10.0
 # How long an actor that is to end may take to stop: its work is of no use any more, but user code may have something to
 # finalize. As long as torch waits for a worker.
 STOP_TIMEOUT_S = 5.0
@@ -168,8 +166,7 @@ class Lifetimes:
             return
         actor.lane.rest(True)
         now = time.monotonic()
-        actor.lease, actor.was_busy, actor.stop_by = None, busy, now + STOP_TIMEOUT_S
-        actor.keep_until = now + (HOLDING_GRACE_S if actor.holds else GRACE_S)
+        actor.lease, actor.was_busy, actor.stop_by, actor.keep_until = None, busy, now + STOP_TIMEOUT_S, now + GRACE_S
         actor.state = ActorState.IDLE
         if actor.ends and not actor.stops:
             self.kill(actor)
@@ -199,12 +196,10 @@ class Lifetimes:
             with contextlib.suppress(RayError, ValueError):  # it may be gone already
                 ray.kill(actor.handle)
 
-    def make_room(self) -> None:
-        """Ends the idle actors that hold something, because others of this process wait for room."""
-        for actor in list(self.actors):
-            if actor.state is ActorState.IDLE and actor.holds:
-                actor.keep_until = 0.0
-                self.kill(actor, if_spare=True)
+    def end_idle(self, actor: Actor) -> None:
+        """Ends an actor, unless it was lent meanwhile, though its time has not come."""
+        actor.keep_until = 0.0
+        self.kill(actor, if_spare=True)
 
     def _finalizes(self, actor: Actor) -> bool:
         """Tells an actor to finalize something, if it has said at its stop that it must; `_stopped` kills it then."""
@@ -251,5 +246,5 @@ class Lifetimes:
             if actor.state is not ActorState.GONE:
                 deadline = min([deadline, *(moment for moment in moments if moment > now)])
         if ended:
-            logger.info("rayloader: %d idle worker processes end", ended)
+            logger.info("rayloader: %d worker processes end, which have been idle for %g s", ended, GRACE_S)
         return max(0.0, deadline - now) if deadline < math.inf else None

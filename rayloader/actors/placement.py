@@ -1,33 +1,43 @@
-"""Where actors run: what they ask Ray for, how long they wait for it, what is said meanwhile.
+"""Where actors run: what they ask Ray for, how long they wait for it, what is said of those that find no room.
 
 Promise: actors ask for what the user's options name, and otherwise for one CPU each in a Ray that was joined, for none
-in one that was started here. They wait for that with one limit. Any thread may call, and none waits for Ray, except
-before actors are created.
+in one that was started here. They wait for that with one limit, longer where something still happens: processes or
+nodes start. Any thread may call, and none waits for Ray, except before actors are created.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from rayloader.actors import session, start
+from rayloader.actors import room, session, start
 from rayloader.actors._compat_ray import node_first
 from rayloader.actors.actor import Actor
-from rayloader.actors.cluster import Cluster, demand, in_words, is_like, most
+from rayloader.actors.cluster import ASK_LIMIT_S, INTERVAL_S, Cluster
 from rayloader.errors import WorkerStartError
 
 logger = logging.getLogger("rayloader")
 
-# How long actors may take to start, after the last one of this process has: an autoscaler's nodes take minutes.
-START_TIMEOUT_S = 300.0
+# How long an actor may wait for its place where nothing happens.
+START_TIMEOUT_S = 60.0
+# How long where it has its place, and Ray starts its process, or where an autoscaler starts nodes. These take minutes.
+LONG_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
 # When Ray is asked this long after an actor was created, the answer tells whether it has a place. A node reports ten
 # times a second what it has no room for, but may be busy.
 REPORTED_S = 3.0
+# How much longer they wait for such an answer, before the error says that there is none.
+ANSWER_PATIENCE_S = INTERVAL_S + 2 * ASK_LIMIT_S
+# How long workers on a node that will leave wait for room elsewhere before others do their work.
+MOVE_PATIENCE_S = 15.0
+# How long before a node leaves its workers move, even if others must do their work: opening a dataset takes a while.
+MARGIN_S = 5.0
 
 
 class Placement:
@@ -39,6 +49,7 @@ class Placement:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._nodes_came_at = -math.inf  # time.monotonic() when nodes were on their way last
 
     def options(self, remote_args: dict[str, Any]) -> dict[str, Any]:
         """Each actor's options, except for `where`: those of the user, and one CPU if they name no number.
@@ -65,13 +76,13 @@ class Placement:
         Returns:
             For each also `Actor.had_room`.
         """
-        needs, status, strategy = demand(options), self._cluster.status, options.get("scheduling_strategy")
+        needs, status, strategy = room.demand(options), self._cluster.status, options.get("scheduling_strategy")
         node_id = session.node_id() if strategy is None else getattr(strategy, "node_id", "")
         nodes = [] if status is None else [node for node in status.nodes if node.node_id == node_id]
-        fit = max(0.0, sum(most(node.free, needs) for node in nodes) - starting)
+        most = max(0.0, sum(room.most(node.free, needs) for node in nodes) - starting)
         if strategy is not None:
-            return [({}, number < fit if node_id else None) for number in range(count)]
-        near = 0 if options.get("label_selector") or not needs else int(min(fit, count))
+            return [({}, number < most if node_id else None) for number in range(count)]
+        near = 0 if options.get("label_selector") or not needs else int(min(most, count))
         first = [({"scheduling_strategy": node_first(ray, node_id)}, True)]
         rest: list[tuple[dict[str, Any], bool | None]] = [({"scheduling_strategy": "DEFAULT"}, None)]
         return [*first * near, *rest * (count - near)]
@@ -84,40 +95,64 @@ class Placement:
             of: how many the fleet has.
             waited: seconds since they were created, or since any actor of this process started, because starts queue.
         """
-        self._cluster.look()
-        text = os.environ.get(START_TIMEOUT_VARIABLE)
-        limit = _seconds(text) if text else START_TIMEOUT_S
-        if waited >= limit:
-            raise WorkerStartError(
-                f"{len(pending)} of {of} DataLoader workers did not start within {limit:g} s: {self._why(pending)}. "
-                'Lower num_workers, ask for less in ray_remote_args ({"num_cpus": 0} shares CPUs), or raise '
-                f"{START_TIMEOUT_VARIABLE} (seconds)"
-            )
+        status, now = self._cluster.look(), time.monotonic()
+        if status is not None and status.coming:
+            self._nodes_came_at = now
+        lacking = self.lacking(pending)
+        things_happen = lacking == 0 or now - self._nodes_came_at <= START_TIMEOUT_S
+        limit = LONG_START_TIMEOUT_S if things_happen else START_TIMEOUT_S
+        if text := os.environ.get(START_TIMEOUT_VARIABLE):
+            limit = _seconds(text)
+        if waited >= limit and (self._is_current(pending) or waited >= limit + ANSWER_PATIENCE_S):
+            raise self._error(pending, of, len(pending) if lacking is None else lacking, limit)
 
     def tell(self, pending: Sequence[Actor], of: int) -> None:
         """Logs what the program waits for: these actors, of so many."""
-        logger.warning("rayloader: waiting for %d of %d worker processes: %s", len(pending), of, self._why(pending))
+        lacking, said = self.lacking(pending), []
+        if lacking != 0:
+            why = room.in_words(self._cluster.status, pending[0].options)
+            known = (
+                "not said yet whether there is room"
+                if lacking is None
+                else f"found no room for {lacking} of them so far"
+            )
+            said.append(f"Ray has {known}: {why}")
+        if lacking is not None and (starting := len(pending) - lacking):
+            said.append(f"{starting} of them have their place: Ray is starting these processes, and they import torch")
+        logger.warning("rayloader: waiting for %d of %d worker processes. %s", len(pending), of, ". ".join(said))
 
-    def _why(self, pending: Sequence[Actor]) -> str:
-        """What these actors wait for."""
-        lacking = self.lacking(pending)
-        if lacking == 0:
-            return "they have a place in the Ray cluster, and Ray is starting their processes"
-        known = "has not said yet whether there is room" if lacking is None else f"has no room for {lacking} of them"
-        return f"Ray {known}; {in_words(self._cluster.status, pending[0].options)}"
+    def _is_current(self, pending: Sequence[Actor]) -> bool:
+        """Whether the last answer tells of the places of these actors."""
+        status = self._cluster.status
+        return status is not None and status.at >= max(actor.created_at for actor in pending) + REPORTED_S
 
     def lacking(self, pending: Sequence[Actor]) -> int | None:
         """How many of these actors, which have not started, have no place; None if Ray has not said it yet."""
         options, status = pending[0].options, self._cluster.status
-        needs = demand(options)
+        needs = room.demand(options)
         if not needs and not options.get("label_selector"):
             return 0
-        asked = max(actor.created_at for actor in pending) + REPORTED_S
-        if status is None or status.demand is None or status.at < asked:
+        if status is None or status.demand is None or not self._is_current(pending):
             return None
-        told = sum(count for one, count in status.demand if is_like(one, needs))
+        told = sum(count for one, count in status.demand if room.is_like(one, needs))
         unknown = [actor for actor in pending if actor.had_room is None]
         return min(len(unknown), told) + sum(actor.had_room is False for actor in pending)
+
+    def _error(self, pending: Sequence[Actor], of: int, lacking: int, limit: float) -> WorkerStartError:
+        """The error for actors that have found no place, or do not start there."""
+        variable = f"raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
+        if not lacking:
+            return WorkerStartError(
+                f"{len(pending)} of {of} DataLoader workers have a place in the Ray cluster, but their processes did "
+                f"not start within {limit:g} s: the machine is overloaded, or a process hangs, and Ray's log says "
+                f"where. Remedies: lower num_workers; {variable}"
+            )
+        options, status = pending[0].options, self._cluster.status
+        return WorkerStartError(
+            f"{lacking} of {of} DataLoader workers found no place in the Ray cluster within {limit:g} s: "
+            f"{room.in_words(status, options)}. Remedies: {'; '.join(room.remedies(status, options))}; if nodes are "
+            f"still starting, {variable}"
+        )
 
 
 def _seconds(text: str) -> float:
@@ -126,5 +161,78 @@ def _seconds(text: str) -> float:
     except ValueError:
         limit = -1.0
     if not limit >= 0:
-        raise ValueError(f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}; leave it out")
+        raise ValueError(
+            f"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got {text!r}; leave it out for the default"
+        )
     return limit
+
+
+class Draining:
+    """The nodes that Ray drains in one session: they will leave, perhaps at a known time, and get nothing new.
+
+    Ray is asked at most once in `INTERVAL_S`, in the janitor's thread, and only while actors run on other nodes than
+    the driver's. Any thread may query this object.
+
+    Args:
+        ask: returns the nodes that Ray drains, with the time at which each will leave, in milliseconds since 1970; 0 if
+            that is open.
+    """
+
+    def __init__(self, ask: Callable[[], Mapping[str, int]]) -> None:
+        self._ask = ask
+        self._moments: dict[str, tuple[float, float]] = {}  # by node, see `is_late`; replaced as a whole
+        self._due = 0.0  # time.monotonic(): when to ask next
+
+    def __bool__(self) -> bool:
+        """Whether any actors are on such nodes."""
+        return bool(self._moments)
+
+    def __contains__(self, node_id: str) -> bool:
+        """Whether Ray drains that node, if actors are there."""
+        return node_id in self._moments
+
+    def is_late(self, node_id: str, *, at_last: bool) -> bool:
+        """Whether workers must leave that node now, even if others must do their work.
+
+        Args:
+            node_id: that node.
+            at_last: whether only the node's own deadline counts; else also how long they have waited for room
+                elsewhere.
+        """
+        return time.monotonic() >= self._moments.get(node_id, (math.inf, math.inf))[at_last]
+
+    def look(self, actors: Mapping[str, int], patience: float) -> float | None:
+        """Asks Ray, if that is due; returns the seconds until the next time, None if there is nothing to ask.
+
+        Args:
+            actors: how many there are on each other node.
+            patience: how many seconds workers wait for room on another node, if their node does not leave earlier.
+        """
+        if not actors:
+            self._moments = {}
+            return None
+        now = time.monotonic()
+        if now < self._due:
+            return self._due - now
+        self._due = now + INTERVAL_S
+        try:
+            drained = self._ask()
+        except Exception:  # Ray raises many kinds of errors; it reports the problem itself, and is asked again
+            return INTERVAL_S
+        moments = {}
+        for node_id in drained:
+            if node_id not in actors:
+                continue
+            left = drained[node_id] / 1000 - time.time() if drained[node_id] else math.inf
+            at_last = now + left - MARGIN_S
+            patient = self._moments[node_id][False] if node_id in self._moments else now + patience
+            moments[node_id] = min(patient, at_last), at_last
+            if node_id not in self._moments:
+                logger.warning(
+                    "rayloader: Ray drains the node %s%s; its %d worker processes are replaced by others elsewhere",
+                    node_id,
+                    f", which goes in {max(0.0, left):.0f} s" if left < math.inf else "",
+                    actors[node_id],
+                )
+        self._moments = moments
+        return INTERVAL_S

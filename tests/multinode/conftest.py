@@ -70,8 +70,7 @@ def nodes():
         ray.init(address=cluster.address, log_to_driver=False)
         patch.setattr(rayloader.actors.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
         patch.setattr(rayloader.actors.lifetimes, "LATE_NOTICE_S", math.inf)
-        for limit in ("GRACE_S", "HOLDING_GRACE_S"):  # nor which epochs find their workers warm
-            patch.setattr(rayloader.actors.lifetimes, limit, math.inf)
+        patch.setattr(rayloader.actors.lifetimes, "GRACE_S", math.inf)  # nor which epochs find their workers warm
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()
         ray.shutdown()

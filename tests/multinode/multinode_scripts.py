@@ -111,11 +111,11 @@ def waits_for_nodes(address, folder, num_workers):
         nonlocal later, longest
         longest = max(longest, waited)
         check(placement, pending, of, waited)
-        if placement.lacking(pending):
+        if placement._cluster.status is not None and placement._cluster.status.coming:
             if waited >= 90:
                 come.touch()
             else:
-                later += 30.0
+                later += 30.0  # in steps: between two reports the autoscaler may tell of no node for a moment
 
     Placement.check = look
     loader = load(int(num_workers), length=20)

@@ -172,28 +172,44 @@ def test_a_connection_that_ends_meanwhile_is_none():
     assert _compat_ray.connection_of(module) is None
 
 
+def test_what_is_not_known_of_nodes_is_no():
+    whole = SimpleNamespace(
+        _private=SimpleNamespace(state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=lambda: {NODE: 7})))
+    )
+    assert _compat_ray.draining_nodes(whole) == {NODE: 7}
+    assert _compat_ray.draining_nodes(Changed(whole, "_private.state.state.get_draining_nodes")) == {}
+
+
 def answering(ray, **answers):
     """Ray, connected to a GCS with such methods."""
     return Changed(ray, "_private.worker.global_worker.gcs_client", SimpleNamespace(**answers))
 
 
 STATUS = {"get_cluster_status": lambda timeout_s: REPLY.SerializeToString()}
+REPORT = {"internal_kv_get": lambda key, namespace, timeout: b'{"time": 7}' if key == b"__autoscaling_status" else None}
 REPLY = GetClusterStatusReply()
 REPLY.cluster_resource_state.cluster_session_name = "as planned"
 
 
-def test_the_cluster_is_what_the_gcs_says():
-    assert _compat_ray.cluster_status(answering(ray, **STATUS), 1.0) == REPLY
+def test_the_cluster_is_what_the_gcs_and_the_autoscaler_say():
+    reply, report = _compat_ray.cluster_status(answering(ray, **STATUS, **REPORT), 1.0)
+    assert reply == REPLY
+    assert report == {"time": 7}
+    none = {"internal_kv_get": lambda key, namespace, timeout: None}
+    assert _compat_ray.cluster_status(answering(ray, **STATUS, **none), 1.0) == (REPLY, {})
+    without_key = without("_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
+    assert _compat_ray.cluster_status(answering(without_key, **STATUS, **REPORT), 1.0) == (REPLY, {})
 
 
 @pytest.mark.parametrize(
     "lacking",
     [
-        lambda: answering(ray),
+        lambda: answering(ray, **STATUS),
+        lambda: answering(ray, **REPORT),
         lambda: without("_private.worker.global_worker.gcs_client"),
-        lambda: answering(without("core.generated.autoscaler_pb2.GetClusterStatusReply"), **STATUS),
+        lambda: answering(without("core.generated.autoscaler_pb2.GetClusterStatusReply"), **STATUS, **REPORT),
     ],
-    ids=["status", "client", "reply"],
+    ids=["report", "status", "client", "reply"],
 )
 def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking):
     assert _compat_ray.cluster_status(lacking(), 1.0) is None

@@ -87,21 +87,6 @@ class Process:
         self._world.hurried.append(worker_id)
 
 
-class Drained(Actors):
-    """Actors, of which some are on nodes that will leave."""
-
-    @property
-    def drains(self) -> bool:  # type: ignore[override]
-        return bool(self._pool.drained)
-
-    def is_draining(self, process: Any) -> bool:
-        return process.address is not None and process.address.node_id in self._pool.drained
-
-    def is_late(self, process: Any, coming: list[Any]) -> bool:
-        drained: int = self._pool.drained[process.address.node_id]
-        return drained >= 1 + (bool(coming) and self._pool.lacking(coming) == 0)
-
-
 class World:
     """A fleet of actors on named nodes. This object is the pool, with its placement, and the mailbox of the workers.
 
@@ -119,10 +104,10 @@ class World:
         self.killed: list[Process] = []
         self.hurried: list[int] = []
         self.left: list[int] = []
-        self.placement = self
+        self.draining = self.placement = self
         self.closed = False
         everything: Any = self
-        self.actors = Drained(everything, SimpleNamespace(ray_remote_args={}, uses_lines=True))
+        self.actors = Actors(everything, SimpleNamespace(ray_remote_args={}, uses_lines=True))
         self.fleet = Fleet(self.actors)
         self.fleet.mailbox = everything
         processes: list[Any] = [Process(node, world=self) for node in nodes]
@@ -172,6 +157,15 @@ class World:
         assert fresh, "idle ones may be on the same node"
         self.new += [Process(world=self) for _ in range(count)]
         return self.new[-count:]
+
+    def is_draining(self, process: Process) -> bool:
+        return process.address is not None and process.address.node_id in self.drained
+
+    def is_late(self, node_id: str, *, at_last: bool) -> bool:
+        return self.drained[node_id] >= 1 + at_last
+
+    def __bool__(self) -> bool:
+        return bool(self.drained)
 
     def kill(self, process: Process) -> None:
         self.killed.append(process)

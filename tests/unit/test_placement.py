@@ -4,12 +4,17 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    In,
+    NodeAffinitySchedulingStrategy,
+    NodeLabelSchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from rayloader import WorkerStartError
-from rayloader.actors import session, start
-from rayloader.actors.cluster import ClusterStatus, Node
-from rayloader.actors.placement import START_TIMEOUT_S, START_TIMEOUT_VARIABLE, Placement
+from rayloader.actors import placement, session, start
+from rayloader.actors.cluster import ClusterStatus, Node, _coming
+from rayloader.actors.placement import LONG_START_TIMEOUT_S, START_TIMEOUT_S, START_TIMEOUT_VARIABLE, Placement
 
 NOW = 1000.0
 HERE, AWAY = "a" * 56, "b" * 56
@@ -26,24 +31,28 @@ class Pending:
         self.options = {"num_cpus": 1, **options}
 
 
-def node(node_id=HERE, free=None, **total):
-    return Node(node_id, total, {**total, **(free or {})})
+def node(node_id=HERE, ip="10.0.0.1", free=None, labels=None, **total):
+    return Node(node_id, ip, total, {**total, **(free or {})}, labels or {})
 
 
-def status(*nodes, demand=()):
-    return ClusterStatus(nodes or (node(CPU=2.0, free={"CPU": 0.0}),), demand=demand, at=NOW)
+def status(*nodes, demand=(), **more):
+    return ClusterStatus(nodes or (node(CPU=2.0, free={"CPU": 0.0}),), demand=demand, at=NOW, **more)
 
 
 @pytest.fixture
 def place(monkeypatch):
-    """Makes a placement in a cluster with such a status."""
+    """Makes a placement in a cluster with such a status; `place.now` is what the clock says."""
     monkeypatch.delenv(START_TIMEOUT_VARIABLE, raising=False)
+    clock = SimpleNamespace(now=NOW)
+    monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(session, "node_id", lambda: HERE)
 
     def make(known):
         cluster = SimpleNamespace(status=known)
         cluster.look = cluster.ask = lambda: cluster.status
-        return Placement(cluster)
+        made = Placement(cluster)
+        made.cluster, made.clock = cluster, clock
+        return made
 
     return make
 
@@ -113,31 +122,61 @@ OTHERS = (({"GPU": 1.0}, 2),)
 ONE = (({"CPU": 1.0}, 1),)
 
 
-@pytest.mark.parametrize("known", [status(demand=LACKS), status(demand=()), status(demand=None), None])
-def test_there_is_one_limit_which_the_user_may_set(place, monkeypatch, known):
-    assert not gives_up(place(known), [Pending()], START_TIMEOUT_S - 1)
-    assert gives_up(place(known), [Pending()], START_TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("known", "pending", "limit"),
+    [
+        (status(demand=LACKS), [Pending(), Pending()], START_TIMEOUT_S),
+        (status(demand=ONE), [Pending(), Pending()], START_TIMEOUT_S),
+        (status(demand=()), [Pending(), Pending()], LONG_START_TIMEOUT_S),
+        (status(demand=OTHERS), [Pending(), Pending()], LONG_START_TIMEOUT_S),
+        (status(demand=LACKS, coming=1), [Pending(), Pending()], LONG_START_TIMEOUT_S),
+        (status(demand=()), [Pending(had_room=False)], START_TIMEOUT_S),
+        (status(demand=()), [Pending(had_room=True)], LONG_START_TIMEOUT_S),
+        (status(demand=None), [Pending()], START_TIMEOUT_S),
+        (status(demand=LACKS), [Pending(num_cpus=0)], LONG_START_TIMEOUT_S),
+    ],
+    ids=[
+        "no room",
+        "no room for one",
+        "they start",
+        "others have no room",
+        "nodes come",
+        "a node that is full",
+        "a node with room",
+        "Ray does not tell",
+        "nothing asked for",
+    ],
+)
+def test_one_limit_longer_where_something_happens(place, known, pending, limit):
+    assert not gives_up(place(known), pending, limit - 1)
+    assert gives_up(place(known), pending, limit)
+
+
+def test_nodes_that_have_just_come_may_be_given_work(place):
+    """The autoscaler starts none any more, and Ray has placed nobody yet."""
+    placement = place(status(demand=LACKS, coming=1))
+    assert not gives_up(placement, [Pending()], 90)
+    placement.cluster.status = status(demand=LACKS)
+    assert not gives_up(placement, [Pending()], 91)
+    placement.clock.now += START_TIMEOUT_S + 1
+    assert gives_up(placement, [Pending()], 152)
+
+
+@pytest.mark.parametrize("known", [status(demand=LACKS), status(demand=()), status(demand=LACKS, coming=1)])
+def test_the_users_limit_counts_for_all(place, monkeypatch, known):
     monkeypatch.setenv(START_TIMEOUT_VARIABLE, "3")
     assert not gives_up(place(known), [Pending()], 2)
     assert gives_up(place(known), [Pending()], 3)
 
 
-def test_how_many_have_no_place_is_what_ray_says(place):
+def test_before_ray_has_said_where_they_are_there_is_no_error(place, monkeypatch):
+    monkeypatch.setenv(START_TIMEOUT_VARIABLE, "0")
     young = Pending()
     young.created_at = NOW
-    for known, pending, lacking in [
-        (status(demand=LACKS), [Pending(), Pending()], 2),
-        (status(demand=ONE), [Pending(), Pending()], 1),
-        (status(demand=()), [Pending(), Pending()], 0),
-        (status(demand=OTHERS), [Pending(), Pending()], 0),
-        (status(demand=()), [Pending(had_room=False)], 1),
-        (status(demand=()), [Pending(had_room=True)], 0),
-        (status(demand=LACKS), [Pending(num_cpus=0)], 0),
-        (status(demand=None), [Pending()], None),
-        (status(demand=LACKS), [young], None),
-        (None, [Pending()], None),
-    ]:
-        assert place(known).lacking(pending) == lacking
+    assert not gives_up(place(status(demand=())), [young], 1)
+    assert not gives_up(place(None), [young], 1)
+    with pytest.raises(WorkerStartError, match="each asks for CPU 1; Ray's GCS does not answer"):
+        place(None).check([young], 1, 100)
 
 
 # ---- what is said
@@ -149,48 +188,167 @@ def said(place, known, *pending, of=2):
     return str(caught.value)
 
 
-def test_the_error_says_what_nodes_have_and_what_to_change(place):
-    nodes = node(CPU=2.0, free={"CPU": 0.0}), node(AWAY, CPU=16.0), node("c" * 56, CPU=2.0, free={"CPU": 0.0})
+def test_the_error_says_what_no_node_has_and_what_to_change(place):
+    nodes = node(CPU=2.0, free={"CPU": 0.0}), node(AWAY, "10.0.0.2", CPU=16.0), node("c" * 56, CPU=2.0)
     text = said(place, status(*nodes, demand=(({"CPU": 32.0}, 2),)), Pending(num_cpus=32), Pending(num_cpus=32))
     assert text == (
-        "2 of 2 DataLoader workers did not start within 300 s: Ray has no room for 2 of them; each asks for CPU 32; "
-        "2 nodes have CPU 0 free of 2; 1 node has CPU 16 free of 16. Lower num_workers, ask for less in "
-        'ray_remote_args ({"num_cpus": 0} shares CPUs), or raise RAYLOADER_START_TIMEOUT (seconds)'
+        "2 of 2 DataLoader workers found no place in the Ray cluster within 60 s: each asks for CPU 32; 2 nodes have "
+        "CPU 2 in all, node 10.0.0.2 has CPU 16 in all. Remedies: ask in ray_remote_args for no more than a node has; "
+        'have the workers share CPUs with ray_remote_args={"num_cpus": 0}; if nodes are still starting, raise the '
+        "environment variable RAYLOADER_START_TIMEOUT (seconds)"
     )
+
+
+GROUP = SimpleNamespace(id=SimpleNamespace(hex=lambda: "9f2c"))
 
 
 def in_group(index):
     strategy = PlacementGroupSchedulingStrategy(None, index)
-    strategy.placement_group = SimpleNamespace(id=SimpleNamespace(hex=lambda: "9f2c"))
+    strategy.placement_group = GROUP
     return strategy
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("nodes", "options", "parts"),
     [
-        ({"num_cpus": 0, "memory": 4 * GIB}, "memory 4 GiB; 1 node has memory 1 GiB free of 8 GiB"),
-        ({"num_cpus": 0, "num_gpus": 1}, "GPU 1; 1 node has GPU 0 free of 0"),
-        ({"accelerator_type": "A100"}, "CPU 1, accelerator_type:A100 0.001; "),
-        ({"label_selector": {"place": "moon"}}, "CPU 1, label_selector {'place': 'moon'}; "),
-        ({"scheduling_strategy": "SPREAD"}, "CPU 1, scheduling_strategy SPREAD; "),
-        ({"scheduling_strategy": in_group(1)}, "CPU_group_1_9f2c 1, scheduling_strategy PlacementGroupScheduling"),
+        (
+            [node(CPU=2.0, free={"CPU": 0.0})],
+            {},
+            ["asks for CPU 1; node 10.0.0.1 has CPU 0 free of 2", "lower num_workers, or end what holds CPU"],
+        ),
+        (
+            [node(CPU=2.0, memory=8.0 * GIB, free={"memory": 1.0 * GIB})],
+            {"num_cpus": 0, "memory": 4 * GIB},
+            ["asks for memory 4 GiB; node 10.0.0.1 has memory 1 GiB free of 8 GiB", "end what holds memory"],
+        ),
+        (
+            [node(CPU=2.0)],
+            {"num_cpus": 0, "num_gpus": 1},
+            ["asks for GPU 1; node 10.0.0.1 has GPU 0 in all", "ask in ray_remote_args for no more"],
+        ),
+        (
+            [node(CPU=2.0), node(AWAY, CPU=2.0, disk=1.0, free={"disk": 0.0})],
+            {"num_cpus": 0, "resources": {"disk": 1}},
+            ["node 10.0.0.1 has disk 0 in all", "node 10.0.0.1 has disk 0 free of 1", "end what holds disk"],
+        ),
+        ([node(CPU=2.0)], {"accelerator_type": "A100"}, ["asks for CPU 1, accelerator_type A100; node"]),
+        (
+            [
+                node(CPU=2.0, labels={"place": "earth"}),
+                node(AWAY, CPU=2.0, labels={"place": "moon"}, free={"CPU": 0.0}),
+            ],
+            {"label_selector": {"place": "in(moon, mars)"}},
+            ["node 10.0.0.1 has other labels", "node 10.0.0.1 has CPU 0 free of 2", "name other nodes"],
+        ),
+        (
+            [node(CPU=2.0, labels={"place": "earth"})],
+            {"label_selector": {"place": "!earth"}},
+            ["has other labels"],
+        ),
+        (
+            [node(CPU=2.0), node(AWAY, CPU=2.0, free={"CPU": 0.0})],
+            {"scheduling_strategy": NodeAffinitySchedulingStrategy(AWAY, soft=False)},
+            [f"scheduling_strategy node {AWAY}", "node 10.0.0.1 is another", "has CPU 0 free of 2", "name other nodes"],
+        ),
+        (
+            [node(CPU=2.0, CPU_group_9f2c=1.0, free={"CPU_group_9f2c": 0.0})],
+            {"scheduling_strategy": in_group(-1)},
+            [
+                "asks for CPU 1, scheduling_strategy placement group 9f2c; ",
+                "has CPU 0 in the placement group free of 1",
+            ],
+        ),
+        ([node(CPU=2.0)], {"scheduling_strategy": in_group(1)}, ["placement group 9f2c, bundle 1; "]),
+        (
+            [node(CPU=2.0)],
+            {"scheduling_strategy": "SPREAD"},
+            ["scheduling_strategy SPREAD; node 10.0.0.1 has room"],
+        ),
+        (
+            [node(CPU=2.0)],
+            {"scheduling_strategy": NodeLabelSchedulingStrategy(hard={"place": In("moon")})},
+            ["scheduling_strategy NodeLabelSchedulingStrategy; "],
+        ),
+        ([node(CPU=2.0)], {}, ["has room now"]),
+    ],
+    ids=[
+        "cpu",
+        "memory",
+        "gpu",
+        "resource",
+        "accelerator",
+        "label",
+        "not-label",
+        "node",
+        "group",
+        "bundle",
+        "spread",
+        "node-label",
+        "room",
     ],
 )
-def test_whatever_is_asked_for_is_named(place, options, text):
-    one = node(CPU=2.0, memory=8.0 * GIB, free={"memory": 1.0 * GIB})
-    assert text in said(place, status(one), Pending(had_room=False, **options))
+def test_whatever_lacks_is_named(place, nodes, options, parts):
+    pending = Pending(had_room=False, **options)
+    text = said(place, status(*nodes), pending)
+    for part in parts:
+        assert part in text
+    assert "object at 0x" not in text
+    assert ("share CPUs" in text) is bool(pending.options["num_cpus"])
 
 
-def test_a_gcs_that_does_not_answer_and_processes_that_do_not_start_are_said(place):
-    assert "each asks for CPU 1; Ray's GCS does not answer" in said(place, None, Pending())
-    assert ": they have a place in the Ray cluster, and Ray is starting" in said(place, status(demand=()), Pending())
+def test_nodes_that_come_and_a_cluster_without_any_are_said(place):
+    assert "an autoscaler is starting 3 more. Remedies" in said(place, status(demand=LACKS, coming=3), Pending())
+    text = said(place, ClusterStatus((), demand=LACKS, at=NOW), Pending())
+    assert "each asks for CPU 1; Ray has no live node" in text
+    assert "call ray.shutdown()" in text
 
 
-def test_what_is_waited_for_is_said(place, caplog):
+def test_those_that_have_a_place_and_do_not_start_are_another_matter(place):
+    text = said(place, status(demand=()), Pending())
+    assert text.startswith(
+        "1 of 2 DataLoader workers have a place in the Ray cluster, but their processes did not start"
+    )
+    assert "within 600 s" in text
+
+
+def test_what_is_waited_for_is_said_and_what_starts_is_no_lack_of_room(place, caplog):
     """Four hold the last CPUs and start, two wait for some."""
     full = node(CPU=6.0, free={"CPU": 0.0})
-    place(status(full, demand=LACKS)).tell([*[Pending(had_room=True)] * 3, *[Pending()] * 3], 8)
+    pending = [*[Pending(had_room=True)] * 3, *[Pending()] * 3]
+    place(status(full, demand=LACKS)).tell(pending, 8)
+    place(status(full)).tell(pending, 8)
     assert caplog.messages == [
-        "rayloader: waiting for 6 of 8 worker processes: Ray has no room for 2 of them; each asks for CPU 1; 1 node "
-        "has CPU 0 free of 6"
+        "rayloader: waiting for 6 of 8 worker processes. Ray has found no room for 2 of them so far: each asks for "
+        "CPU 1; node 10.0.0.1 has CPU 0 free of 6. 4 of them have their place: Ray is starting these processes, and "
+        "they import torch",
+        "rayloader: waiting for 6 of 8 worker processes. 6 of them have their place: Ray is starting these processes, "
+        "and they import torch",
     ]
+
+
+# ---- which nodes are coming
+
+
+def version_2(requests=(), instances=0):
+    return SimpleNamespace(
+        pending_instance_requests=[SimpleNamespace(count=count) for count in requests],
+        pending_instances=[None] * instances,
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "report", "coming"),
+    [
+        (version_2(), {}, 0),
+        (version_2([2, 1], 1), {}, 4),
+        (version_2(), {"pending_launches": {"data": 2}, "pending_nodes": [["10.0.0.3", "data", "setting-up"]]}, 3),
+        (version_2(), {"pending_launches": {}, "pending_nodes": [["10.0.0.3", "node_ffff", "up-to-date"]]}, 0),
+        (version_2(), None, 0),
+    ],
+    ids=["none", "version 2", "version 1", "one that only watches", "one that has not begun"],
+)
+def test_both_autoscalers_are_asked_what_they_start(monkeypatch, state, report, coming):
+    monkeypatch.setattr("rayloader.actors.cluster.time", SimpleNamespace(time=lambda: NOW))
+    assert _coming(state, {"time": NOW - 1, "autoscaler_report": report}) == coming
+    ended = _coming(state, {"time": NOW - 1000, "autoscaler_report": report})
+    assert ended == _coming(state, {}), "a report of an autoscaler that has ended"

@@ -1,0 +1,113 @@
+"""Which idle workers end so that something else in a cluster has room: without Ray."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from rayloader.actors.cluster import ClusterStatus, Node, Waiting, Want
+from rayloader.actors.demand import STALE_S, Demand
+
+
+class Idle:
+    """The part of an `Actor` that is looked at."""
+
+    had_room = None
+
+    def __init__(self, node_id="a", **holds):
+        self.address = SimpleNamespace(node_id=node_id)
+        self.holds = holds
+
+    def __repr__(self):
+        return f"{self.holds} on {self.address.node_id}"
+
+
+def node(node_id="a", labels=None, **free):
+    return Node(node_id, "10.0.0.1", free, free, labels or {})
+
+
+def wait(times=1, labels=(), node_id=None, **amounts):
+    return Waiting((Want(amounts, labels, node_id),), times)
+
+
+def status(nodes, *waiting, at=1.0):
+    return ClusterStatus(tuple(nodes), waiting=waiting, at=at)
+
+
+ONE, TWO = Idle(CPU=1), Idle(CPU=1)
+FAR = Idle("b", CPU=2)
+GPU, SPARE, MEMORY = Idle(CPU=1, GPU=1), Idle(spare=1), Idle(memory=1 << 30)
+FULL = [node(CPU=0)]
+AWAY = [[("place", frozenset({"away"}), True)]]
+
+
+@pytest.mark.parametrize(
+    ("idle", "nodes", "waiting", "ending"),
+    [
+        ([ONE, TWO], FULL, [], []),
+        ([ONE, TWO], FULL, [wait(CPU=1)], [ONE]),
+        ([ONE, TWO], FULL, [wait(CPU=2)], [ONE, TWO]),
+        ([ONE, TWO], FULL, [wait(CPU=3)], []),
+        ([ONE, TWO], [node(CPU=1)], [wait(CPU=1)], []),
+        ([ONE, TWO], [node(CPU=1)], [wait(CPU=2)], [ONE]),
+        ([ONE, TWO], [node(CPU=1)], [wait(2, CPU=1)], [ONE]),
+        ([ONE, TWO], FULL, [wait(1_000_000, CPU=1)], [ONE, TWO]),
+        ([ONE, TWO], FULL, [wait(CPU=1), wait(CPU=0.5)], [ONE, TWO]),
+        ([ONE, TWO], FULL, [wait(CPU=0.5), wait(CPU=0.5)], [ONE]),
+        ([ONE, SPARE, MEMORY], FULL, [wait(spare=1)], [SPARE]),
+        ([ONE, SPARE, MEMORY], FULL, [wait(memory=5)], [MEMORY]),
+        ([ONE, GPU], FULL, [wait(CPU=1, GPU=1)], [ONE, GPU]),
+        ([GPU, ONE], FULL, [wait(CPU=1, GPU=1)], [GPU]),
+        ([ONE, SPARE], FULL, [wait(nowhere=1)], []),
+        ([ONE, FAR], [*FULL, node("b")], [wait(CPU=2)], [FAR]),
+        ([ONE, FAR], [*FULL, node("b", CPU=1)], [wait(CPU=1)], []),
+        ([ONE, FAR], [*FULL, node("b", CPU=1)], [wait(CPU=1, node_id="a")], [ONE]),
+        ([ONE, FAR], [*FULL, node("b", {"place": "away"})], [wait(CPU=1, labels=AWAY)], [FAR]),
+        ([ONE], FULL, [wait(CPU=1, labels=AWAY)], []),
+        ([ONE], FULL, [wait(CPU=1, labels=[[("place", frozenset({"away"}), False)]])], [ONE]),
+        ([FAR], [node("a", CPU=1)], [wait(2, CPU=1)], []),  # its node is gone
+    ],
+)
+def test_as_few_end_as_make_room_and_none_in_vain(idle, nodes, waiting, ending):
+    assert Demand().in_the_way(status(nodes, *waiting), idle, []) == ending
+
+
+def bundles(*cpus):
+    return Waiting(tuple(Want({"CPU": amount}) for amount in cpus))
+
+
+@pytest.mark.parametrize(
+    ("group", "ending"),
+    [
+        (bundles(1, 1), [ONE, FAR]),
+        (bundles(2, 1), [FAR, ONE]),
+        (bundles(2, 2), []),  # one of the two would have room
+        (bundles(3), []),
+    ],
+)
+def test_room_is_made_for_all_bundles_of_a_placement_group_or_for_none(group, ending):
+    assert Demand().in_the_way(status([*FULL, node("b")], group), [ONE, FAR], []) == ending
+
+
+def test_what_was_just_given_up_is_not_made_room_for_again():
+    """Ray's answer may be older than the end of a worker; later it counts as it is."""
+    demand, waiting = Demand(), wait(CPU=1)
+    assert demand.in_the_way(status(FULL, waiting, at=1.0), [ONE, TWO], []) == [ONE]
+    assert demand.in_the_way(status(FULL, waiting, at=1.0), [TWO], []) == [], "that answer was looked at"
+    assert demand.in_the_way(status(FULL, waiting, at=1.0 + STALE_S / 2), [TWO], []) == []
+    assert demand.in_the_way(status(FULL, waiting, at=1.0 + STALE_S), [TWO], []) == [TWO]
+
+
+def test_a_worker_of_this_process_that_must_be_on_a_full_node_is_made_room_for():
+    """Ray does not report that it waits."""
+    pending = Idle(CPU=1)
+    pending.options = {"num_cpus": 1, "scheduling_strategy": SimpleNamespace(node_id="b", soft=False)}
+    for pending.had_room, ending in ((None, []), (True, []), (False, [FAR])):
+        assert Demand().in_the_way(status([*FULL, node("b")]), [ONE, FAR], [pending]) == ending
+
+
+def test_the_log_says_what_they_end_for(caplog):
+    caplog.set_level(logging.INFO, "rayloader")
+    Demand().in_the_way(status(FULL, wait(2, CPU=0.5, TPU=0), bundles(1)), [ONE, TWO], [])
+    assert [message.rpartition("or another one: ")[2] for message in caplog.messages] == ["CPU 0.5, TPU 0", "CPU 1"]
+    assert caplog.messages[0].startswith("rayloader: 1 idle worker processes end, because they hold what is waited for")
