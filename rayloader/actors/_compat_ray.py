@@ -47,7 +47,6 @@ COSTS = {
     "_raylet.InnerGcsClient.internal_kv_get": _NOT_SEEN,
     "core.generated.autoscaler_pb2.GetClusterStatusReply": _NOT_SEEN,
     "_private.ray_constants.DEBUG_AUTOSCALING_STATUS": "nodes that an autoscaler of version 1 starts are not seen",
-    "_private.state.state.get_draining_nodes": "workers on a node that will leave are replaced only when it has left",
     "_private.worker.print_to_stdstream": "Ray prints a line for each worker process that dies",
     "_private.worker._changeproctitle": "`ps` and `top` do not show which loader a worker process works for",
     "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
@@ -222,13 +221,6 @@ def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]
     key = _found(ray, "_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
     report = None if key is None else look_up(key.encode(), None, timeout=timeout)
     return reply, json.loads(report) if report else {}
-
-
-def draining_nodes(ray: ModuleType) -> dict[str, int]:
-    """The nodes that are known to leave, and when, in milliseconds since 1970; 0 if that is open."""
-    ask = _found(ray, "_private.state.state.get_draining_nodes")
-    nodes: dict[str, int] = {} if ask is None else ask()
-    return nodes
 
 
 def node_first(ray: ModuleType, node_id: str) -> Any:

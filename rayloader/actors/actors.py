@@ -109,8 +109,6 @@ class Actors(Processes):
         line = self._line_to(process, mailbox)
         if line is None:
             self.uses_store = self.copies = True
-        if not process.is_near:
-            self._pool.later(self._pool.tidy)  # from now on, it asks whether the actor's node is drained
         return line or RayCalls(process, mailbox)
 
     def _line_to(self, actor: Actor, mailbox: Mailbox) -> Channel | None:
@@ -175,24 +173,6 @@ class Actors(Processes):
         return replace(source, content=of_file, hosted=hosted)
 
     # ---- places
-
-    @override
-    def is_draining(self, process: Actor) -> bool:
-        return self._pool.is_draining(process)
-
-    @property
-    @override
-    def drains(self) -> bool:  # type: ignore[override]
-        return bool(self._pool.draining)
-
-    @override
-    def is_late(self, process: Actor, coming: list[Actor]) -> bool:
-        assert process.address is not None
-        node_id, draining = process.address.node_id, self._pool.draining
-        if not draining.is_late(node_id, at_last=False):
-            return False
-        has_room = bool(coming) and self._pool.placement.lacking(coming) == 0
-        return not has_room or draining.is_late(node_id, at_last=True)
 
     @override
     def check_pending(self, pending: list[Actor], of: int) -> None:

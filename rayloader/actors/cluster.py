@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import cluster_status, draining_nodes
+from rayloader.actors._compat_ray import cluster_status
 from rayloader.workers.janitor import Janitor
 
 # How long an answer is good for, in seconds.
@@ -28,7 +28,7 @@ ASK_LIMIT_S = 5.0
 REPORT_LIMIT_S = 60.0
 # How version 1 names the nodes of a cluster that it only watches: there is no autoscaler then.
 _WATCHED = "node_"
-_DEAD, _DRAINING = 2, 4  # `NodeStatus` in Ray's autoscaler.proto
+_DEAD = 2  # `NodeStatus` in Ray's autoscaler.proto
 _IN = 1  # `LabelSelectorOperator` in Ray's common.proto
 
 
@@ -99,7 +99,6 @@ class ClusterStatus:
             leaves out those that have to be on a certain node. None: it is not known.
         waiting: the same, with what their nodes' labels must be, and placement groups.
         coming: how many nodes an autoscaler is starting.
-        draining: the nodes that will leave, and when, in milliseconds since 1970; 0 if that is open.
         at: when Ray was asked, time.monotonic().
     """
 
@@ -107,7 +106,6 @@ class ClusterStatus:
     demand: tuple[tuple[Mapping[str, float], int], ...] | None = None
     waiting: tuple[Waiting, ...] = ()
     coming: int = 0
-    draining: Mapping[str, int] = field(default_factory=dict)
     at: float = field(default_factory=time.monotonic)
 
 
@@ -147,11 +145,6 @@ class Cluster:
             self._due = time.monotonic() + INTERVAL_S
         return self.status
 
-    def draining(self) -> Mapping[str, int]:
-        """The nodes that were about to leave when Ray was asked last, which `look` does."""
-        status = self.look()
-        return {} if status is None else status.draining
-
 
 def _read() -> ClusterStatus:
     now = time.monotonic()
@@ -159,7 +152,7 @@ def _read() -> ClusterStatus:
     if known is None:  # by Ray's public functions
         living = [node for node in ray.nodes() if node["Alive"]]
         nodes = [(n["NodeID"], n["NodeManagerAddress"], n["Resources"], n["Resources"], n["Labels"]) for n in living]
-        return ClusterStatus(tuple(Node(*node) for node in nodes), draining=draining_nodes(ray), at=now)
+        return ClusterStatus(tuple(Node(*node) for node in nodes), at=now)
     reply, report = known
     state = reply.cluster_resource_state
     states = [node for node in state.node_states if node.status != _DEAD]
@@ -168,7 +161,6 @@ def _read() -> ClusterStatus:
         tuple((dict(one.request.resources_bundle), int(one.count)) for one in state.pending_resource_requests),
         tuple(_waiting(state)),
         _coming(reply.autoscaling_state, report),
-        draining_nodes(ray) if any(node.status == _DRAINING for node in states) else {},
         now,
     )
 

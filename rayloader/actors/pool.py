@@ -10,7 +10,6 @@ jobs for the janitor.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import gc
@@ -32,7 +31,7 @@ from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
 from rayloader.actors.cluster import INTERVAL_S, Cluster, asks
 from rayloader.actors.demand import Demand
 from rayloader.actors.lifetimes import Lifetimes
-from rayloader.actors.placement import MOVE_PATIENCE_S, Draining, Placement
+from rayloader.actors.placement import Placement
 from rayloader.actors.process import WorkerProcess
 from rayloader.actors.start import SessionName
 from rayloader.errors import RaySessionError, add_note
@@ -59,7 +58,6 @@ class Pool:
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
-        self.draining = Draining(self._cluster.draining)
         self._probe: MemoryFile | None = None  # tells whether a worker can open the files of this process
         with contextlib.suppress(MemoryFileError):
             self._probe = MemoryFile("probe", 1)
@@ -151,10 +149,6 @@ class Pool:
         """Ends an actor soon."""
         self.later(functools.partial(self._lifetimes.kill, actor))
 
-    def is_draining(self, actor: Actor) -> bool:
-        """Whether Ray drains the node that an actor is on, unless it is the driver's."""
-        return actor.address is not None and actor.address.node_id in self.draining
-
     def wait(self) -> None:
         """Waits until all jobs of the janitor are done. Not for finalizers, nor under a lock."""
         janitor.wait()
@@ -173,9 +167,8 @@ class Pool:
     def tidy(self) -> float | None:
         """Ends unused actors; returns the seconds until the next deadline. In the janitor's thread."""
         deadlines = [self._lifetimes.tidy()]
-        for look in (self._look_for_drains, self._look_for_demand):
-            if self.session_alive():
-                deadlines.append(look())
+        if self.session_alive():
+            deadlines.append(self._look_for_demand())
         return min((seconds for seconds in deadlines if seconds is not None), default=None)
 
     def shutdown(self) -> None:
@@ -186,19 +179,6 @@ class Pool:
             self._probe.close()
 
     # ----
-
-    def _look_for_drains(self) -> float | None:
-        """Calls `Draining.look`; actors that no loader uses end with their nodes."""
-        if session.started_here():
-            return None
-        here = session.node_id()
-        nodes = [actor.address.node_id for actor in self.actors if actor.address is not None]
-        elsewhere = collections.Counter(node_id for node_id in nodes if node_id != here)
-        seconds = self.draining.look(elsewhere, MOVE_PATIENCE_S)
-        for actor in self.actors:
-            if self.is_draining(actor):
-                self._lifetimes.kill(actor, if_spare=True)
-        return seconds
 
     def _look_for_demand(self) -> float | None:
         """Ends idle actors that are in the way of what else waits for room, which Ray is asked while there are any."""

@@ -141,7 +141,6 @@ class SnapshotTaker:
         self._dataset = dataset
         self._objects = objects
         self._held = search(objects)
-        self._at_start = RandomState(held=RandomState.capture((), held=self._held).held)
         self._seeded = self._random = seeded._replace(held={})  # as last sent
         self.loaded: WorkerState | None = None
         self._begin: RandomState | None = None  # not sent yet
@@ -182,10 +181,6 @@ class SnapshotTaker:
             )
         self._random = random
         random.restore((), self._held)
-
-    def rewind(self, random: RandomState | None = None) -> None:
-        """Sets the generators to these states; without, those of the objects to what they were at the start."""
-        (random or self._at_start).restore((), self._held)
 
     def is_at(self, random: RandomState) -> bool:
         """Whether the generators are in a snapshot's state."""
