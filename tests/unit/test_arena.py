@@ -71,7 +71,7 @@ class Pair:
 
     def put(self, content=NUMBERS):
         """Where the worker has put a batch."""
-        self.writer.begin(0)
+        self.writer.begin()
         return self.writer.seal(self.writer.put(codec.encode(content).buffers[0]))
 
     def view(self, place):
@@ -84,7 +84,7 @@ class Pair:
 
     def fill(self):
         """Takes all that there is, in one slot; None without that much room."""
-        self.writer.begin(0)
+        self.writer.begin()
         return self.writer.allocate(self.arena.address.nbytes - PAGE)
 
     def done(self):
@@ -101,7 +101,7 @@ class Pair:
         memory = self.fill()
         found = memory is not None
         del memory
-        self.writer.begin(0)
+        self.writer.begin()
         return found
 
 
@@ -141,7 +141,7 @@ def serve(connection):
                 opened.free(freed)
                 answer = []
                 for seed in seeds:
-                    opened.begin(0)
+                    opened.begin()
                     encoded = codec.encode(batch_of(seed))
                     places = [opened.put(buffer) for buffer in encoded.buffers if buffer.nbytes]
                     skeleton = encoded.skeleton
@@ -347,7 +347,7 @@ def test_what_is_held_never_changes_and_all_room_comes_back(steps):
     pair, held = Pair(24), {}
     for number, step in enumerate(steps):
         if isinstance(step, int):
-            pair.writer.begin(0)
+            pair.writer.begin()
             place = pair.writer.put(memoryview(bytes([number]) * step))
             if place is not None:
                 held[number] = pair.view(place)
@@ -367,7 +367,7 @@ def test_what_is_held_never_changes_and_all_room_comes_back(steps):
 def test_small_buffers_share_a_slot_and_get_memory_of_their_own():
     pair = Pair()
     buffers = [memoryview(bytes([number]) * size) for number, size in enumerate((1, 64, 100, 0, 3000))]
-    pair.writer.begin(0)
+    pair.writer.begin()
     slot = pair.writer.pack(buffers)
     copies = pair.arena.unpack(slot, [buffer.nbytes for buffer in buffers], pair.leases)
     assert copies == [bytearray(buffer) for buffer in buffers]
@@ -379,11 +379,11 @@ def test_small_buffers_share_a_slot_and_get_memory_of_their_own():
 def test_what_is_copied_of_a_message_that_is_taken_in_twice_is_what_it_was():
     """As after a Ctrl-C: the slot was free after the first time, and another batch may lie in it."""
     pair, leases = Pair(), {}
-    pair.writer.begin(0)
+    pair.writer.begin()
     slot = pair.writer.pack([memoryview(b"first")])
     copies = pair.arena.unpack(slot, [5], leases)
     assert pair.done() == [slot[0]]
-    pair.writer.begin(0)
+    pair.writer.begin()
     again = pair.writer.pack([memoryview(b"other")])
     assert again[1:] == slot[1:]
     assert pair.arena.unpack(slot, [5], leases) == copies == [bytearray(b"first")]
@@ -395,7 +395,7 @@ def test_an_interrupt_while_bytes_are_copied_loses_no_slot_for_good():
     code, interrupted = Arena.unpack.__code__, 0
     for stop in itertools.count(1):
         pair, lines = Pair(8), itertools.count(1)
-        pair.writer.begin(0)
+        pair.writer.begin()
         slot = pair.writer.pack([memoryview(bytes(5000))] * 2)
 
         def trace(frame, event, _, lines=lines, stop=stop):
@@ -412,7 +412,7 @@ def test_an_interrupt_while_bytes_are_copied_loses_no_slot_for_good():
         finally:
             sys.settrace(None)
         pair.done()
-        pair.writer.abandon(0, pair.arena.leased())
+        pair.writer.abandon(pair.arena.leased())
         assert pair.empty
     assert interrupted > 5
 
@@ -425,7 +425,7 @@ def test_a_lease_whose_making_was_interrupted_dies_in_silence():
 
 def test_nothing_is_copied_once_the_worker_has_gone():
     pair = Pair()
-    pair.writer.begin(0)
+    pair.writer.begin()
     slot = pair.writer.pack([memoryview(b"first")])
     pair.arena.close(give_back=True)
     with pytest.raises(ArenaError, match="the worker of this batch was shut down"):
@@ -455,14 +455,14 @@ def test_results_that_are_nobodys_leave_their_slots():
     pair.writer.begin(1)
     other = pair.writer.put(codec.encode(NUMBERS).buffers[0])
     pair.done()
-    pair.writer.abandon(0, pair.arena.leased())
-    pair.writer.begin(0)
+    pair.writer.abandon(pair.arena.leased())
+    pair.writer.begin()
     assert pair.put(torch.zeros_like(NUMBERS))[0][1:] == place[0][1:]
     assert torch.equal(held, NUMBERS)
     assert torch.equal(torch.frombuffer(pair.view(other), dtype=torch.int64), NUMBERS)
     del held, other, place
     pair.done()
-    pair.writer.abandon(None, pair.arena.leased())
+    pair.writer.abandon(pair.arena.leased())
     assert pair.empty
 
 
@@ -626,7 +626,7 @@ def test_many_threads_drop_views_while_batches_are_made():
         thread.start()
     sizes = random.Random(0)
     for number in range(2000):
-        pair.writer.begin(0)
+        pair.writer.begin()
         place = pair.writer.put(memoryview(bytes([number % 251]) * sizes.randrange(1, 5 * PAGE)))
         if place is not None:
             handed.append((torch.frombuffer(pair.view(place), dtype=torch.uint8), number % 251))
@@ -800,7 +800,7 @@ def test_what_was_leased_at_a_fork_is_never_reused_and_the_child_gets_no_slots()
         assert pair.arena.spoiled == PAGE
         pair.view(in_flight)
         assert pair.done() == [in_flight[0][0]]
-        pair.writer.abandon(None, pair.arena.leased())
+        pair.writer.abandon(pair.arena.leased())
         for _ in range(3):  # what was free at the fork, and leased after it, goes round as ever
             batches = [pair.lend(torch.zeros_like(NUMBERS)) for _ in range(3)]
             assert pair.fill() is None
@@ -829,7 +829,7 @@ def test_what_is_leased_while_a_thread_forks_is_never_reused():
 
 def test_a_slot_that_a_child_of_the_worker_may_look_at_is_never_reused():
     pair = Pair(3)
-    pair.writer.begin(0)
+    pair.writer.begin()
     seen, dropped = pair.writer.allocate(PAGE), pair.writer.allocate(PAGE)
     place = pair.writer.put(seen)
     module._before_fork()
@@ -838,7 +838,7 @@ def test_a_slot_that_a_child_of_the_worker_may_look_at_is_never_reused():
     place = pair.writer.seal(place)
     pair.view(place)
     assert pair.done() == [place[0][0]]
-    pair.writer.begin(0)
+    pair.writer.begin()
     assert pair.writer.allocate(PAGE) is not None
     assert pair.writer.allocate(PAGE) is None
     assert pair.writer.full
@@ -864,7 +864,7 @@ def test_what_the_worker_forks_after_a_batch_spoils_nothing():
 
 def test_what_is_in_a_slot_of_the_batch_stays_there_and_what_is_not_is_copied_once():
     pair = Pair(16)
-    pair.writer.begin(0)
+    pair.writer.begin()
     inner = torch.frombuffer(pair.writer.allocate(6400), dtype=torch.float32).copy_(torch.arange(1600.0))
     batch = [inner.view(160, 10), inner[600:1000], torch.arange(300), torch.arange(600)[::7], np.arange(700)]
     encoded = codec.encode(batch)
@@ -880,7 +880,7 @@ def test_what_is_in_a_slot_of_the_batch_stays_there_and_what_is_not_is_copied_on
 
 def test_a_part_of_what_was_stacked_for_the_batch_is_not_copied():
     pair = Pair()
-    pair.writer.begin(0)
+    pair.writer.begin()
     stacked = torch.frombuffer(pair.writer.allocate(400), dtype=torch.float32)
     assert pair.writer.put(codec.encode(stacked[40:60]).buffers[0]) == ((1, PAGE, PAGE), 128, 112)
 
@@ -888,7 +888,7 @@ def test_a_part_of_what_was_stacked_for_the_batch_is_not_copied():
 def test_what_was_stacked_for_an_earlier_batch_is_copied():
     """A class of the user's may keep it, and give it again after it has written to it."""
     pair = Pair()
-    pair.writer.begin(0)
+    pair.writer.begin()
     kept = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.int64).copy_(NUMBERS)
     first = pair.lend(kept)
     kept.zero_()
@@ -900,7 +900,7 @@ def test_what_was_stacked_for_an_earlier_batch_is_copied():
 
 def test_what_user_code_keeps_of_a_batch_is_copied_when_its_task_ends():
     pair = Pair()
-    pair.writer.begin(0)
+    pair.writer.begin()
     kept = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.int64).copy_(NUMBERS)
     encoded = codec.encode(kept)
     place = pair.writer.put(encoded.buffers[0])
@@ -913,7 +913,7 @@ def test_what_user_code_keeps_of_a_batch_is_copied_when_its_task_ends():
     assert torch.equal(got, NUMBERS)
     got.fill_(7)
     assert not kept.any()
-    pair.writer.begin(0)
+    pair.writer.begin()
     held = [pair.lend() for _ in range(2)]
     assert pair.put is not None
     assert not kept.any()
@@ -924,7 +924,7 @@ def test_what_user_code_keeps_of_a_batch_is_copied_when_its_task_ends():
 def test_a_slot_of_several_arrays_is_sent_for_all_of_them_or_for_none():
     """Another thread may let go of it between two of them."""
     pair = Pair(8)
-    pair.writer.begin(0)
+    pair.writer.begin()
     whole = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.uint8).numpy()
     places = [pair.writer.put(buffer) for buffer in codec.encode([whole[: PAGE // 2], whole[PAGE // 2 :]]).buffers]
     first = pair.writer.seal(places[0])
@@ -936,7 +936,7 @@ def test_a_slot_of_several_arrays_is_sent_for_all_of_them_or_for_none():
 
 def test_without_room_what_user_code_keeps_travels_with_the_message():
     pair = Pair(1)
-    pair.writer.begin(0)
+    pair.writer.begin()
     kept = torch.frombuffer(pair.writer.allocate(PAGE), dtype=torch.int64).copy_(NUMBERS)
     sealed = pair.writer.seal(pair.writer.put(codec.encode(kept).buffers[0]))
     assert isinstance(sealed, bytearray)
@@ -948,13 +948,13 @@ def test_what_came_to_nothing_is_free_again():
     """`default_collate` has stacked one field, and the next one raised."""
     pair = Pair(1)
     for _ in range(5):
-        pair.writer.begin(0)
+        pair.writer.begin()
         memory = pair.writer.allocate(PAGE)
         assert memory is not None
         del memory
-    pair.writer.begin(0)
+    pair.writer.begin()
     kept = pair.writer.allocate(PAGE)
-    pair.writer.begin(0)
+    pair.writer.begin()
     assert pair.writer.allocate(PAGE) is None
     del kept
     assert pair.writer.allocate(PAGE) is not None
@@ -964,7 +964,7 @@ def test_without_room_there_is_none_and_it_is_known():
     pair = Pair()
     held = pair.lend(torch.zeros(2 * PAGE, dtype=torch.uint8))
     assert not pair.writer.full
-    pair.writer.begin(0)
+    pair.writer.begin()
     assert pair.writer.put(memoryview(bytes(3 * PAGE))) is None
     assert pair.writer.pack([memoryview(bytes(3 * PAGE))]) is None
     assert pair.writer.full

@@ -18,7 +18,7 @@ from rayloader.errors import own_notes
 from rayloader.protocol import NONE_YET, Replica
 from rayloader.resume.journal import Journal
 from rayloader.workers.connection import Channel, NeverStarts, ProcessLost
-from rayloader.workers.fleet import MOST_FAILED_STARTS, Fleet, Worker
+from rayloader.workers.fleet import Fleet, Worker
 
 
 class Address:
@@ -43,7 +43,8 @@ class Process:
         self.address = None if node_id is None else Address(node_id)
         self.tells_start = True
         self.answer: Any = NONE_YET
-        self.placed = self.lost = self.vanished = False
+        self.placed = self.lost = False
+        self.worker_id = -1
         self.options = {"num_cpus": 1}
         self.no_line = ""
         self.calls = 0
@@ -75,36 +76,19 @@ class Process:
     def cause(self, error: Exception | None) -> str:
         return str(error)
 
-    # ---- what its channel, and its arena, are asked for
-
-    def abandon(self, worker_id: int) -> None:
-        pass
-
-    def leave(self, worker_id: int) -> None:
-        self._world.left.append(worker_id)
-
-    def hurry(self, worker_id: int) -> None:
-        self._world.hurried.append(worker_id)
-
 
 class World:
     """A fleet of actors on named nodes. This object is the pool, with its placement, and the mailbox of the workers.
 
     Attributes:
-        drained: nodes, with how late their workers are: 0 not at all, 1 unless room is found elsewhere, 2 in any case.
         new: the processes that were asked for.
         killed: processes that were ended.
-        hurried: workers, where their process was told that another one will be these soon.
-        left: workers, where their process was told that it is these no longer.
     """
 
     def __init__(self, *nodes: str) -> None:
-        self.drained: dict[str, int] = {}
         self.new: list[Process] = []
         self.killed: list[Process] = []
-        self.hurried: list[int] = []
-        self.left: list[int] = []
-        self.draining = self.placement = self
+        self.placement = self
         self.closed = False
         everything: Any = self
         self.actors = Actors(everything, SimpleNamespace(ray_remote_args={}, uses_lines=True))
@@ -129,19 +113,6 @@ class World:
         """Of each worker."""
         return [worker.host for worker in self.fleet.workers]
 
-    def spread(self) -> list[int]:
-        """The workers that move; their new processes are told so."""
-        before = self.hosts()
-        moved = self.fleet.spread()
-        assert moved == [worker for worker in moved if worker.away]
-        assert {worker.worker_id for worker in moved} == {
-            number for number, (old, new) in enumerate(zip(before, self.hosts(), strict=True)) if old is not new
-        }
-        for worker in moved:
-            worker.away = False
-        self.open |= {*self.hosts()}
-        return [worker.worker_id for worker in moved]
-
     # ---- the pool's
 
     def begin_lease(self, *_: object) -> object:
@@ -157,15 +128,6 @@ class World:
         assert fresh, "idle ones may be on the same node"
         self.new += [Process(world=self) for _ in range(count)]
         return self.new[-count:]
-
-    def is_draining(self, process: Process) -> bool:
-        return process.address is not None and process.address.node_id in self.drained
-
-    def is_late(self, node_id: str, *, at_last: bool) -> bool:
-        return self.drained[node_id] >= 1 + at_last
-
-    def __bool__(self) -> bool:
-        return bool(self.drained)
 
     def kill(self, process: Process) -> None:
         self.killed.append(process)
@@ -199,153 +161,6 @@ class World:
 
     def remove(self, process: Process) -> None:
         self.open.discard(process)
-
-
-def test_without_a_notice_there_is_nothing_to_do() -> None:
-    world = World("here", "a")
-    assert not world.fleet.may_spread
-    assert world.spread() == []
-    assert not world.new
-
-
-def test_a_process_on_a_drained_node_works_on_until_another_has_come() -> None:
-    world = World("here", "a", "b")
-    stays, goes, _ = before = world.hosts()
-    world.drained = {"a": 0}
-    assert world.fleet.may_spread
-    for _ in range(3):
-        assert world.spread() == []
-    (new,) = world.new
-    assert world.hurried == [1]
-    assert world.hosts() == before
-    assert not world.killed
-    new.comes("b")
-    assert world.spread() == [1]
-    assert world.hosts() == [stays, new, before[2]]
-    assert (world.left, world.killed) == ([1], [goes])
-    assert goes not in world.open
-    assert world.fleet.hosts == world.hosts()
-    assert world.spread() == []
-    assert len(world.new) == 1
-
-
-def test_where_there_is_no_room_others_host_the_workers_until_there_is() -> None:
-    world = World("here", "a", "a")
-    stays, *gone = world.hosts()
-    world.drained = {"a": 0}
-    assert world.spread() == []
-    world.drained = {"a": 1}
-    assert world.spread() == [1, 2]
-    assert world.hosts() == [stays] * 3
-    assert world.killed == gone
-    world.drained = {}
-    assert world.fleet.may_spread
-    for new in world.new:
-        new.comes("b")
-    assert world.spread() == [1, 2]
-    assert world.hosts() == [stays, *world.new]
-    assert world.killed == gone
-
-
-def test_who_has_found_room_is_waited_for_until_the_node_goes() -> None:
-    world = World("here", "a")
-    stays, _ = world.hosts()
-    world.drained = {"a": 0}
-    world.spread()
-    world.new[0].placed = True
-    world.drained = {"a": 1}
-    assert world.spread() == []
-    world.drained = {"a": 2}
-    assert world.spread() == [1]
-    assert world.hosts() == [stays, stays]
-
-
-@pytest.mark.parametrize("nodes", [("a",), ("a", "b")], ids=["one node", "all nodes"])
-def test_where_nobody_stays_the_processes_work_on(nodes: tuple[str, ...]) -> None:
-    world = World(*nodes)
-    before = world.hosts()
-    world.drained = dict.fromkeys(nodes, 2)
-    for _ in range(3):
-        assert world.spread() == []
-    assert world.hosts() == before
-
-
-def test_who_comes_to_a_node_that_is_drained_by_then_moves_on() -> None:
-    world = World("here", "a")
-    world.drained = {"a": 0}
-    world.spread()
-    world.new[0].comes("b")
-    world.drained = {"a": 0, "b": 0}
-    assert world.spread() == [1]
-    assert world.spread() == []
-    world.new[1].comes("c")
-    assert world.spread() == [1]
-    assert world.hosts()[1] is world.new[1]
-
-
-@pytest.mark.parametrize("vanished", [False, True], ids=["died", "vanished"])
-def test_others_host_the_workers_of_one_that_dies_before_its_successor_comes(vanished: bool) -> None:
-    world = World("here", "a")
-    stays, goes = world.hosts()
-    world.drained = {"a": 0}
-    world.spread()
-    goes.vanished = vanished
-    world.fleet.lose(goes)
-    assert world.fleet.replace(world.fleet.workers[1])
-    assert world.hosts() == [stays, stays]
-    assert len(world.new) == 1, "one was asked for already"
-    world.new[0].comes("b")
-    assert world.spread() == [1]
-
-
-def test_one_that_dies_and_has_nobody_to_help_out_is_replaced() -> None:
-    world = World("a")
-    (goes,) = world.hosts()
-    world.drained = {"a": 0}
-    world.spread()
-    world.fleet.lose(goes)
-    assert world.fleet.replace(world.fleet.workers[0])
-    coming, instead = world.new
-    assert world.hosts() == [instead]
-    world.fleet.workers[0].away = False
-    instead.comes("b")
-    coming.comes("c")
-    assert world.spread() == [0]
-    assert world.hosts() == [coming]
-    assert world.killed == [goes, instead]
-
-
-def test_a_drained_process_leaves_also_whom_it_hosts_for_others() -> None:
-    world = World("a", "b")
-    helps, lost = world.hosts()
-    lost.vanished = True
-    world.fleet.lose(lost)
-    assert world.fleet.replace(world.fleet.workers[1])
-    world.fleet.workers[1].away = False
-    assert world.hosts() == [helps, helps]
-    world.drained = {"a": 1}
-    assert world.spread() == []
-    others, own = world.new
-    own.comes("c")
-    assert world.spread() == [0, 1]
-    assert world.hosts() == [own, own]
-    assert world.killed == [lost, helps]
-    others.comes("d")
-    assert world.spread() == [1]
-    assert world.hosts() == [own, others]
-
-
-def test_a_successor_that_cannot_start_is_asked_for_a_few_times() -> None:
-    world = World("here", "a")
-    stays, _ = world.hosts()
-    world.drained = {"a": 0}
-    for _ in range(2 * MOST_FAILED_STARTS):
-        assert world.spread() == []
-        world.new[-1].answer = NeverStarts("as planned")
-    assert len(world.new) == 1 + MOST_FAILED_STARTS
-    world.drained = {"a": 1}
-    assert world.spread() == [1]
-    assert world.hosts() == [stays, stays]
 
 
 # ---- processes that do not come

@@ -57,7 +57,7 @@ class Worker:
         self.writer = ArenaWriter.open(self.arena.address)
 
     def build(self, number, items=4096):
-        self.writer.begin(0)
+        self.writer.begin()
         place = self.writer.put(codec.encode(torch.full((items,), number)).buffers[0])
         return None if place is None else self.writer.seal(place)
 
@@ -292,8 +292,8 @@ def test_no_interrupt_while_slots_are_freed_loses_one(accelerator, uses):
         for _ in range(3):
             worker.give_back()
         worker.writer.lock(worker.arena.locked(all_slots=True))
-        worker.writer.abandon(None, worker.arena.leased())
-        worker.writer.begin(0)
+        worker.writer.abandon(worker.arena.leased())
+        worker.writer.begin()
         assert worker.writer.reserve(4096 * 8)[0][1:] == place[0][1:], number
         worker.close()
         wait_for_unlocking()
@@ -307,7 +307,7 @@ def test_after_an_interrupt_the_worker_learns_of_all_that_is_locked(accelerator)
     lane.accelerator = accelerator
     lent, news = lane.lend()
     writer = worker.open(news)
-    writer.begin(0)
+    writer.begin()
     place = writer.seal(writer.put(codec.encode(torch.full((4096,), 1)).buffers[0]))
     lent.arena.view(place, lent.leases)
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_after_an_interrupt_the_worker_learns_of_all_that_is_locked(accelerator)
     lane.lend(worker.address)  # lost, with the ticket of the slot
     lane.abandon()
     writer = worker.open(lane.lend(worker.address)[1])
-    writer.begin(0)
+    writer.begin()
     assert writer.reserve(4096 * 8)[0][1:] == place[0][1:]
     assert writer.reserve(20 * MIB)[0][1] >= place[0][1] + place[0][2]
     lane.close()
@@ -736,7 +736,7 @@ def test_an_arena_that_forks_have_spoiled_is_unlocked_while_its_worker_lives(acc
     for number in range(4):
         lent, room = lane.lend()
         writer = worker.open(room)
-        writer.begin(0)
+        writer.begin()
         place = writer.seal(writer.put(codec.encode(torch.full((4096,), number)).buffers[0]))
         batch = torch.frombuffer(lent.arena.view(place, lent.leases), dtype=torch.int64)
         for _ in range(2):

@@ -13,7 +13,7 @@ import pytest
 from rayloader import ReplayError
 from rayloader.random.random_state import RandomState
 from rayloader.resume import snapshot
-from rayloader.resume.snapshot import HURRIED_SHARE, SHARE, SnapshotTaker, WorkerState, dump_state, end_again, has_state
+from rayloader.resume.snapshot import SHARE, SnapshotTaker, WorkerState, dump_state, end_again, has_state
 
 
 class Counts:
@@ -143,16 +143,6 @@ def test_the_first_one_of_an_epoch_waits_where_one_of_such_a_dataset_was_dear(mo
     told.worked(1.1 * before._cost / SHARE)
     assert told.is_due
     assert recorder(None).is_due
-
-
-def test_who_is_to_move_soon_takes_them_more_often():
-    told = recorder(Counts())
-    told.snapshot(None)
-    told.hurry()
-    told.worked(0.9 * told._cost / HURRIED_SHARE)
-    assert not told.is_due
-    told.worked(0.2 * told._cost / HURRIED_SHARE)
-    assert told.is_due
 
 
 def test_a_dataset_with_other_generators_is_refused():
