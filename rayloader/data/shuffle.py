@@ -82,10 +82,10 @@ class _StatefulSamples(_Samples):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state. Raises StateError if it is not one, or of a buffer of another size."""
-        self._source.load_state_dict(state, "ShuffleBuffer")
-        if state.get("size") != self._size:
+        self._source.load_state_dict(state, "ShuffleBuffer", ["buffer", "size", "generator"])
+        if state["size"] != self._size:
             raise StateError(
-                f"the state of a ShuffleBuffer was saved with size={state.get('size')!r}, and here it is {self._size}; "
+                f"the state of a ShuffleBuffer was saved with size={state['size']!r}, and here it is {self._size}; "
                 "make the buffer as the one that was saved"
             )
         self._buffer, self._generator.bit_generator.state = [*state["buffer"]], state["generator"]

@@ -89,7 +89,7 @@ class _StatefulPacks(_Packs):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state; the stream has loaded its own. Raises StateError if it is not one."""
-        self._source.load_state_dict(state, "PackedStream")
+        self._source.load_state_dict(state, "PackedStream", ["open"])
         self._open, self._size = [], 0
         for sequence in state["open"]:
             self._add(sequence)

@@ -6,7 +6,7 @@ epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rayloader.errors import StateError
@@ -59,17 +59,18 @@ class Source(Iterator[Any]):
             "end": _told_by(self._stream) if self._ended else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], wrapper: str) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], wrapper: str, added: Collection[str]) -> None:
         """Continues from a state; the stream has loaded its own.
 
         Args:
-            state: of the reading, with whatever the wrapper has added.
+            state: of the reading, with what the wrapper has added.
             wrapper: the name of its class.
+            added: the names of that.
 
         Raises:
             StateError: it is a state of something else.
         """
-        if not isinstance(state, Mapping) or not {"source", "ended", "end"} <= state.keys():
+        if not isinstance(state, Mapping) or not {"source", "ended", "end", *added} <= state.keys():
             raise StateError(
                 f"this is not a state of a {wrapper}'s iterator: {state!r:.200}; load what its state_dict() gave"
             )

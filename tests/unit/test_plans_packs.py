@@ -214,6 +214,14 @@ def test_states_of_others_are_refused():
     state = {"open": [], "source": None, "ended": False, "end": None}
     with pytest.raises(rayloader.StateError, match="is of a stream whose iterator has a state, or has none"):
         iterator.load_state_dict(state)
+    of_a_buffer = iter(rayloader.ShuffleBuffer(Stateful([3]), 2)).state_dict()
+    with pytest.raises(rayloader.StateError, match="this is not a state of a PackedStream's iterator"):
+        iterator.load_state_dict(of_a_buffer)
+    shuffled = iter(rayloader.ShuffleBuffer(Stateful([3]), 2))
+    with pytest.raises(rayloader.StateError, match="this is not a state of a ShuffleBuffer's iterator"):
+        shuffled.load_state_dict(iter(PackedStream(Stateful([3]), 4)).state_dict())
+    with pytest.raises(rayloader.StateError, match="size=2, and here it is 3"):
+        iter(rayloader.ShuffleBuffer(Stateful([3]), 3)).load_state_dict(of_a_buffer)
 
 
 def test_an_epoch_is_told_to_the_stream():
