@@ -54,7 +54,7 @@ class Setup:
 
 @dataclass
 class Hosted:
-    """A worker in its process; `position` is that of its random stream."""
+    """The worker that a process is; `position` is that of its random stream."""
 
     worker_id: int
     epoch: int = 0
@@ -89,7 +89,8 @@ class Process:
         self.is_dead = False  # though the driver may not know
         self.is_deaf = False  # nothing arrives over its channel any more
         self.runs = runs
-        self.hosted: dict[int, Hosted] = {}
+        self.worker_id = -1  # of the worker that it is, or will be
+        self._hosted: Hosted | None = None
         self.queue: list[tuple[Any, ...]] = []  # not flushed
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.exits_at: set[tuple[int, int]] = set()  # epochs and tasks that end it, each once
@@ -113,6 +114,11 @@ class Process:
         return self.address is not None
 
     @property
+    def hosted(self) -> Hosted:
+        assert self._hosted is not None
+        return self._hosted
+
+    @property
     def tells_start(self) -> bool:
         return not self.fleet.forks
 
@@ -127,12 +133,12 @@ class Process:
     # ---- as a channel
 
     def _tell(self, kind: str, *content: Any) -> None:
-        self.log.append((kind, *content[: 1 if kind in ("start", "resume") else 2]))
+        self.log.append((kind, content[0]))
         self.queue.append((kind, self.calls, *content))
 
     def flush(self) -> None:
         if self.is_deaf:
-            self.queue = [message for message in self.queue if message[0] in ("start", "leave")]
+            self.queue = [message for message in self.queue if message[0] == "start"]
         if not self.is_dead:
             self.inbox.extend(self.queue)
         elif self.queue and not self.lost and not self.fleet.forks:
@@ -143,33 +149,24 @@ class Process:
 
     def start(self, source: object, setup: Setup, state: WorkerState | None) -> Any:
         answer = SimpleNamespace(succeeded=False)
+        assert setup.worker_id == self.worker_id
         self._tell("start", setup.worker_id, state, answer)
-        self._call_of_its_own()
+        if not self.fleet.forks:  # a call of its own
+            self.flush()
         return answer
 
-    def run(self, worker_id: int, task: Task) -> None:
+    def run(self, task: Task) -> None:
         self.calls += 1
-        self._tell("run", worker_id, task.task_id, task.indices.indices)
+        self._tell("run", task.task_id, task.indices.indices)
 
-    def replay(self, worker_id: int, tasks: Sequence[Task]) -> None:
+    def replay(self, tasks: Sequence[Task]) -> None:
         self.calls += 1
         again = [(task.task_id, task.indices.indices, task.digest) for task in tasks]
-        self._tell("replay", worker_id, [task_id for task_id, *_ in again], again)
+        self._tell("replay", [task_id for task_id, *_ in again], again)
 
-    def resume(self, worker_id: int, resumed: Resumed) -> None:
+    def resume(self, resumed: Resumed) -> None:
         self.calls += 1
-        self._tell("resume", worker_id, resumed)
-
-    def leave(self, worker_id: int) -> None:
-        self._tell("leave", worker_id)
-        self._call_of_its_own()
-
-    def _call_of_its_own(self) -> None:
-        if not self.fleet.forks:
-            self.flush()
-
-    def abandon(self, worker_id: int) -> None:
-        pass
+        self._tell("resume", resumed)
 
     def was_full(self) -> None:
         self.full += 1
@@ -199,22 +196,19 @@ class Process:
         return answer is not None
 
     def _do_start(self, call: int, worker_id: int, state: WorkerState | None, answer: Any) -> None:
-        self.hosted[worker_id] = hosted = Hosted(worker_id)
+        self._hosted = hosted = Hosted(worker_id)
         if state is not None:
             hosted.epoch, hosted.tasks, hosted.last_task = state.epoch, state.tasks, state.last_task
             hosted.position = state.digest
         answer.succeeded = True
 
-    def _do_leave(self, call: int, worker_id: int) -> None:
-        self.hosted.pop(worker_id, None)
-
-    def _do_run(self, call: int, worker_id: int, task_id: int, indices: Any) -> tuple[Any, ...] | None:
-        hosted = self.hosted[worker_id]
+    def _do_run(self, call: int, task_id: int, indices: Any) -> tuple[Any, ...] | None:
+        hosted = self.hosted
         while hosted.left:
             if (ends := self._rebuild(hosted, *hosted.left.popleft())) is not None:
                 ends.task_id = task_id
-                return Up.ANSWER, worker_id, call, self._answer(hosted, ends).fields
-        return Up.ANSWER, worker_id, call, self._answer(hosted, self._build(hosted, task_id, indices)).fields
+                return Up.ANSWER, call, self._answer(hosted, ends).fields
+        return Up.ANSWER, call, self._answer(hosted, self._build(hosted, task_id, indices)).fields
 
     def _build(self, hosted: Hosted, task_id: int, indices: Any) -> Answer:
         if (hosted.epoch, task_id) in self.exits_at:
@@ -251,14 +245,14 @@ class Process:
         answer.replay = hosted.rebuilt, hosted.to_rebuild
         return replace(answer, **self.fleet.news)
 
-    def _do_replay(self, call: int, worker_id: int, _: Any, again: list[Any]) -> tuple[Any, ...]:
-        hosted = self.hosted[worker_id]
+    def _do_replay(self, call: int, _: Any, again: list[Any]) -> tuple[Any, ...]:
+        hosted = self.hosted
         hosted.left.extend((call, *task) for task in again)
         hosted.to_rebuild += len(again)
         ends = None
         for _ in range(min(self.fleet.slice, len(hosted.left))):
             ends = ends or self._rebuild(hosted, *hosted.left.popleft())
-        return Up.ANSWER, worker_id, call, self._answer(hosted, ends).fields
+        return Up.ANSWER, call, self._answer(hosted, ends).fields
 
     def _rebuild(self, hosted: Hosted, call: int, task_id: int, indices: Any, digest: int | None) -> Answer | None:
         """Returns a result that ends the process."""
@@ -270,15 +264,15 @@ class Process:
         self.fleet.rebuilt.append((hosted.worker_id, task_id))
         return None
 
-    def _do_resume(self, call: int, worker_id: int, resumed: Resumed) -> tuple[Any, ...] | None:
-        hosted = self.hosted[worker_id]
+    def _do_resume(self, call: int, resumed: Resumed) -> tuple[Any, ...] | None:
+        hosted = self.hosted
         for again in [*hosted.left]:
             if self._rebuild(hosted, *again) is not None:
                 self.dies()
                 return None
         hosted.left.clear()
         hosted.epoch, hosted.tasks, hosted.last_task = resumed.epoch, 0, -1
-        return Up.BEGUN, worker_id, call, tuple(hosted.state)
+        return Up.BEGUN, call, tuple(hosted.state)
 
     # ---- ends
 
@@ -297,7 +291,7 @@ class Process:
         """What was told over the channel is lost; calls that do not need one arrive all the same."""
         self.is_deaf = True
         for messages in (self.queue, self.inbox):
-            kept = [message for message in messages if message[0] in ("start", "leave")]
+            kept = [message for message in messages if message[0] == "start"]
             messages.clear()
             messages.extend(kept)
         self.fleet.mail.append((self, LineRefused("as planned")))
@@ -307,8 +301,7 @@ class FakeFleet:
     """Stands for a `Fleet`, its processes, and the mailbox of its workers, which are real.
 
     Args:
-        num_workers: each in a process of its own, if there are as many.
-        processes: that host them.
+        num_workers: each in a process of its own.
         journals: of the workers.
 
     Attributes:
@@ -326,13 +319,12 @@ class FakeFleet:
             more than once, that they have ended. Others run before they are told anything.
         rebuilt: worker and task of every batch that was built again.
         new_runs: whether processes that replace others run at once.
-        moves: workers that `spread` moves, and where to.
         hopeless: the error of processes that wait for a place in vain.
         killed: processes.
         ended: why the fleet cannot be used any more.
     """
 
-    def __init__(self, num_workers: int, journals: list[Journal], *, processes: int = 0, forks: bool = False) -> None:
+    def __init__(self, num_workers: int, journals: list[Journal], *, forks: bool = False) -> None:
         self.forks = forks
         self.clock = Clock()
         self.came = False  # a process runs by now
@@ -356,7 +348,6 @@ class FakeFleet:
         self.rebuilt: list[tuple[int, int]] = []
         self.new_runs = True
         self.hopeless: Exception | None = None
-        self.moves: dict[int, Process] = {}
         self.killed: list[Process] = []
         self.ended: str = ""
         self.uses_store = self.copies = False
@@ -366,11 +357,11 @@ class FakeFleet:
         self.waits: list[float] = []
         self._idle = 0
         self._changed = threading.Condition()
-        self.hosts = [Process(self) for _ in range(processes or num_workers)]
+        self.hosts = [Process(self) for _ in range(num_workers)]
         everything: Any = self
         self.mailbox = self.processes = everything
         self.workers = [
-            Worker(Setup(n), journals[n], self.hosts[n % len(self.hosts)], everything)  # type: ignore[arg-type]
+            Worker(Setup(n), journals[n], self.hosts[n], everything)  # type: ignore[arg-type]
             for n in range(num_workers)
         ]
         self.revive()
@@ -445,14 +436,9 @@ class FakeFleet:
     def address(self, worker: Worker) -> WorkerAddress | None:
         return worker.host.address
 
-    def fall_back(self, process: Process, reason: str) -> list[Worker]:
-        process.no_line, process.is_deaf = reason, False
-        workers = self.hosted_by(process)
-        for worker in workers:
-            if not worker.away:
-                worker.leave()
-                worker.away = True
-        return workers
+    def fall_back(self, worker: Worker, reason: str) -> None:
+        host: Any = worker.host
+        host.no_line, host.is_deaf, worker.away = reason, False, True
 
     # ---- workers
 
@@ -469,38 +455,23 @@ class FakeFleet:
                     ready.append(worker)
         return ready
 
-    def hosted_by(self, process: Process) -> list[Worker]:
-        return [worker for worker in self.workers if worker.host is process] if process in self.hosts else []
+    def worker_of(self, process: Process) -> Worker | None:
+        worker = self.workers[process.worker_id]
+        return worker if self.process(process.worker_id) is process else None
 
     def lose(self, process: Process) -> None:
-        if not process.lost:
-            process.lost = process.is_dead = True
+        if not process.lost and (worker := self.worker_of(process)) is not None:
+            process.lost = process.is_dead = worker.away = True
             process.queue.clear()
             process.inbox.clear()
-            for worker in self.hosted_by(process):
-                worker.away = True
             self.killed.append(process)
 
     def replace(self, worker: Worker) -> bool:
-        old: Any = worker.host
-        if not old.lost:
+        if not worker.host.lost:
             return False
-        new: Any = Process(self, runs=self.new_runs)
-        for other in self.hosted_by(old):
-            other.moves_to(new)
-        self._settle()
+        worker.continues_on(Process(self, runs=self.new_runs))  # type: ignore[arg-type]
+        self.hosts = [self.process(worker.worker_id) for worker in self.workers]
         return True
-
-    def _settle(self) -> None:
-        hosts: list[Any] = [worker.host for worker in self.workers]
-        self.hosts = list(dict.fromkeys(hosts))
-
-    @property
-    def may_spread(self) -> bool:
-        return bool(self.moves)
-
-    def spread(self) -> list[Worker]:
-        return self._move(self.moves)
 
     def check_started(self) -> None:
         for process in self.hosts:
@@ -508,14 +479,3 @@ class FakeFleet:
                 raise ProcessLost(process, RuntimeError("as planned"))  # type: ignore[arg-type]
         if self.hopeless is not None:
             raise self.hopeless
-
-    def _move(self, moves: dict[int, Process]) -> list[Worker]:
-        moved = []
-        while moves:
-            worker_id, process = moves.popitem()
-            worker, host = self.workers[worker_id], process
-            worker.leave()
-            worker.moves_to(host)  # type: ignore[arg-type]
-            moved.append(worker)
-        self._settle()
-        return moved

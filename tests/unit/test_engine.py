@@ -23,7 +23,7 @@ from rayloader import (
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch.ahead import AheadThread
-from rayloader.epoch.engine import LOOK_S, REBUILDING_PATIENCE_S, SHARED_PATIENCE_S, Engine
+from rayloader.epoch.engine import LOOK_S, REBUILDING_PATIENCE_S, Engine
 from rayloader.epoch.schedule import DEATHS, KILLS, Schedule
 from rayloader.errors import RaySessionError
 from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
@@ -81,7 +81,6 @@ class Epoch:
         length: int = 12,
         *,
         iterable: bool = False,
-        processes: int = 0,
         sampler: Any = None,
         loader: Any = None,
         pin: Any = None,
@@ -100,7 +99,7 @@ class Epoch:
         if before is None:
             self.position = Position(Samplers(self.loader), 7, num_workers, iterable=iterable)
             self.position.begins(False)
-            self.fleet = FakeFleet(num_workers, self.position.journals, processes=processes, forks=forks)
+            self.fleet = FakeFleet(num_workers, self.position.journals, forks=forks)
         else:
             self.position, self.fleet = before.position, before.fleet
         self.sampler = self._noting(sampler if sampler is not None else iter(self.loader._index_sampler))
@@ -181,7 +180,7 @@ class Epoch:
         """The tasks that a worker's process was told to build, and has heard of."""
         process = self.fleet.process(worker_id)
         heard = len(process.log) - len(process.queue)
-        return [message[2] for message in process.log[:heard] if message[:2] == ("run", worker_id)]
+        return [task_id for kind, task_id in process.log[:heard] if kind == "run"]
 
     def check(self) -> None:
         """What must hold at any time: the schedule's rules, and that the journals say what the schedule says."""
@@ -473,42 +472,17 @@ def test_finishing_a_task_forgives_the_deaths_before(begin):
     assert epoch.tally.restarts == 5
 
 
-def test_of_workers_that_share_a_process_the_one_at_work_is_to_blame(begin):
-    epoch = begin(2, processes=1, max_worker_restarts=1, prefetch_factor=1).open()
-    epoch.fleet.works = False
-    epoch.work(0)  # worker 0 has built; worker 1 is at its first task
-    for _ in range(2):
-        at_work_on(epoch, 1)
-        epoch.fleet.process(0).dies()
-        epoch.await_one()
-    assert epoch.engine.failure is not None
-    assert epoch.engine.failure.worker_id == 1
-
-
-def test_a_task_whose_worker_has_moved_before_the_end_is_handled_is_blamed_for_no_other(begin):
-    epoch = begin(3, processes=1, prefetch_factor=1).open()
-    epoch.fleet.works = False
-    process = epoch.fleet.process(0)
-    process.exits_at = {(0, 0)}
-    process.work(3)
-    epoch.hear()
-    assert [task.task_id for task in epoch.schedule.untaken] == [1, 2]
-    epoch.fleet.moves = {0: Process(epoch.fleet)}
-    epoch.engine._revive()
-    epoch.await_one()
-    assert epoch.fleet.killed == [process]
-    assert epoch.engine.failure is None
-    epoch.fleet.works = True
-    assert epoch.take_all() == expected(12, 3)
-
-
 def test_a_process_that_cannot_start_is_replaced(begin):
     epoch = begin().open()
-    bad = Process(epoch.fleet)
-    bad.cannot_start = True
-    epoch.fleet.moves = {1: bad}
+    epoch.fleet.works = epoch.fleet.new_runs = False
+    first = epoch.fleet.process(0)
+    first.dies()
+    epoch.await_one()
+    second = epoch.fleet.process(0)
+    second.cannot_start = True
+    epoch.fleet.works = epoch.fleet.new_runs = True
     assert epoch.take_all() == expected(12)
-    assert epoch.fleet.killed == [bad]
+    assert epoch.fleet.killed == [first, second]
 
 
 def test_a_successor_that_takes_its_time_is_awaited(begin):
@@ -555,26 +529,6 @@ def test_answers_after_the_end_are_ignored_however_they_arrive(begin, together):
     process.work()
     epoch.await_one()
     assert epoch.tally.restarts == 1
-    epoch.fleet.works = True
-    assert epoch.take_all() == expected(12)
-
-
-@pytest.mark.parametrize("back", [False, True])
-def test_answers_of_a_process_that_was_left_are_ignored(begin, back):
-    epoch = begin().open()
-    epoch.fleet.works = False
-    old = epoch.fleet.process(0)
-    epoch.work(0)
-    epoch.fleet.moves = {0: Process(epoch.fleet)}
-    epoch.engine._revive()
-    if back:  # and it moves back at once
-        epoch.fleet.moves = {0: old}
-        epoch.engine._revive()
-    epoch.engine.flush()
-    old.work(1)  # it had this task before it heard that it is this worker no more
-    epoch.hear()
-    assert [task.task_id for task in epoch.schedule.untaken] == [0]
-    epoch.check()
     epoch.fleet.works = True
     assert epoch.take_all() == expected(12)
 
@@ -667,11 +621,11 @@ def test_news_of_the_arena_reach_it(begin):
     assert set(epoch.fleet.process(0).refusals) == {"no file"}
 
 
-# ---- lines that are refused, moves
+# ---- lines that are refused, processes that find no place
 
 
-def test_where_a_line_is_refused_the_workers_begin_again_over_another_channel(begin):
-    epoch = begin(2, processes=1).open()
+def test_where_a_line_is_refused_the_worker_begins_again_over_another_channel(begin):
+    epoch = begin().open()
     epoch.work(0)
     process = epoch.fleet.process(0)
     process.refuses_line()
@@ -758,21 +712,6 @@ def test_a_worker_that_hangs_is_replaced_if_that_was_asked_for(begin, scheduling
     assert epoch.take_all() == [[n] for n in range(12)]
     assert not hung or epoch.fleet.killed == hung
     assert epoch.tally.restarts >= 1
-
-
-def test_workers_that_wait_for_each_other_in_one_process_are_named(begin, caplog):
-    epoch = begin(2, processes=1).open()
-    epoch.fleet.works = False
-    wait = epoch.fleet.wait
-
-    def patient(timeout: float) -> bool:
-        epoch.fleet.works = epoch.fleet.clock.now > 1000 + 3 * SHARED_PATIENCE_S
-        return wait(timeout)
-
-    epoch.fleet.wait = patient
-    assert epoch.take() == expected(1)[0]
-    (message,) = [text for text in caplog.messages if "share one" in text]
-    assert "workers [0, 1] wait for the same process" in message
 
 
 # ---- the end of an epoch, and the next one
@@ -1121,7 +1060,7 @@ def test_the_end_of_the_session_is_told(begin):
 
 
 class Story:
-    """Random builds, losses, late answers, moves and takes; whatever happens, each batch comes once and in order."""
+    """Random builds, losses, late answers, refused lines and takes; whatever happens, each batch comes once and in order."""
 
     def __init__(self, begin, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -1144,7 +1083,6 @@ class Story:
         self.epoch = begin(
             self.num_workers,
             self.length,
-            processes=self.num_workers if forks else rng.randint(1, self.num_workers),
             forks=forks,
             **self.options,
         )
@@ -1163,7 +1101,7 @@ class Story:
     def step(self) -> bool:
         """One thing happens; False after the last epoch."""
         kinds = {self.take: 30, self.work: 30, self.hear: 10, self.repeats: 3, self.dies: 3, self.exits: 2}
-        kinds |= {self.moves: 2, self.refuses: 1, self.slow: 1, self.next_epoch: 0.7}
+        kinds |= {self.refuses: 1, self.slow: 1, self.next_epoch: 0.7}
         (happens,) = self.rng.choices([*kinds], [*kinds.values()])
         goes_on = happens() is not False
         for actor in self.fleet.hosts:
@@ -1204,12 +1142,6 @@ class Story:
             process = self.any_process()
             process.exits_at = {(self.number, self.rng.randrange(self.length))} - self.exited
             self.exited |= process.exits_at
-
-    def moves(self) -> None:
-        worker_id = self.rng.randrange(self.num_workers)
-        process = self.rng.choice([Process(self.fleet), *self.fleet.hosts])
-        if not self.fleet.forks and not process.lost and process is not self.fleet.process(worker_id):
-            self.fleet.moves[worker_id] = process
 
     def refuses(self) -> None:
         if not self.fleet.forks:

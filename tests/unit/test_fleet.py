@@ -303,17 +303,17 @@ def test_an_image_that_a_node_has_is_not_sent_again(somewhere: list[object]) -> 
     assert first.hosted[0] == "another"
 
 
-def test_where_a_line_is_refused_its_workers_begin_again_and_it_is_told_once_for_a_machine(
+def test_where_a_line_is_refused_the_worker_begins_again_and_it_is_told_once_for_a_machine(
     somewhere: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World("a", "a", "b")
     world.actors._lines = False
-    first, second, other = world.hosts()
-    assert [worker.worker_id for worker in world.fleet.fall_back(first, "as planned")] == [0]
-    assert first not in world.open
-    assert first.no_line == "as planned"
-    assert world.fleet.workers[0].away
-    assert world.hosts()[0] is first, "the process itself is well"
+    first, second, other = world.fleet.workers
+    world.fleet.fall_back(first, "as planned")
+    assert first.host not in world.open
+    assert first.host.no_line == "as planned"
+    assert first.away
+    assert world.hosts()[0] is first.host, "the process itself is well"
     world.fleet.fall_back(second, "as planned")
     assert len(caplog.records) == 1
     world.fleet.fall_back(other, "as planned")
