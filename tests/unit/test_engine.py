@@ -1060,7 +1060,7 @@ def test_the_end_of_the_session_is_told(begin):
 
 
 class Story:
-    """Random builds, losses, late answers, refused lines and takes; whatever happens, each batch comes once and in order."""
+    """Random builds, losses, refused lines and takes; whatever happens, each batch comes once and in order."""
 
     def __init__(self, begin, seed: int) -> None:
         self.rng = rng = random.Random(seed)
