@@ -68,5 +68,7 @@ def timed_out(timeout: float, task: str | None) -> BatchTimeoutError:
 
 
 def briefly(cause: str) -> str:
-    """Of a traceback, the error at its end."""
-    return cause.rstrip().splitlines()[-1] if "Traceback" in cause else cause
+    """Of a traceback, the error at its end; of a group's, the group without its parts."""
+    if "Traceback" not in cause:
+        return cause
+    return cause.partition("\n  +-+-")[0].rstrip().splitlines()[-1].lstrip(" |")
