@@ -67,4 +67,5 @@ class Footers:
                 f"{path} was replaced while it is read, so an epoch would have old rows and new ones; write new files "
                 "under other names, and make the stream again"
             )
-        return now.size
+        size: int | None = now.size
+        return size
