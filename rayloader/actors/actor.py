@@ -23,7 +23,6 @@ from rayloader.actors import session
 from rayloader.actors._compat_ray import on_completed, said_of_end
 from rayloader.actors.image import Image
 from rayloader.actors.room import demand
-from rayloader.errors import exit_in_words
 from rayloader.interrupts import Bell
 from rayloader.protocol import NONE_YET, WorkerAddress
 from rayloader.workers.connection import Channel, Mailbox, NeverStarts, Process, Started
@@ -170,7 +169,7 @@ class Actor(Process):
         with contextlib.suppress(NeverStarts):
             self.has_started()  # notes the address
         said = said_of_end(str(error)) if error is not None else ""
-        return said or exit_in_words(None)
+        return said or "its process has ended; Ray knows neither a signal nor an exit code, and its logs may say more"
 
     @override
     def has_started(self) -> bool:

@@ -47,6 +47,8 @@ def named(name: str) -> Any:
         raise SourceError(f"an object must be named as module:name or file.py:name, got {name!r}")
     is_file = module.endswith(".py")
     file = Path(module).resolve()
+    if is_file and not file.is_file():
+        raise SourceError(f"{name} can't be found: there is no file {module}")
     folder, module = (str(file.parent), file.stem) if is_file else (os.getcwd(), module)
     if sys.path[0] != folder:
         sys.path.insert(0, folder)
@@ -203,7 +205,12 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
+def in_full(error: Exception) -> str:
+    """What an error says, with the notes that name the sample or the remedy: its own, and those of its cause."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())])
+
+
 def fail(error: Exception) -> NoReturn:
     """Says what is wrong, and ends the command with code 2."""
-    err.print("[red]rayloader:[/]", shown(str(error)))
+    err.print("[red]rayloader:[/]", shown(in_full(error)))
     raise typer.Exit(2) from error

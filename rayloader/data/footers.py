@@ -43,15 +43,10 @@ class Footers:
             RayloaderError: the file was replaced since it was first read.
             Exception: of pyarrow, or of a filesystem in Python: the file cannot be opened, or has no such row group.
         """
-        now = self._filesystem.get_file_info(path)
-        if self._seen.setdefault(path, version := (now.size, now.mtime_ns)) != version:
-            raise RayloaderError(
-                f"{path} was replaced while it is read, so an epoch would have old rows and new ones; write new files "
-                "under other names, and make the stream again"
-            )
+        size = self.check(path)
         kept = self._kept.pop(path, None)
         if kept is None:
-            file = self._format.make_fragment(path, self._filesystem, partition, file_size=now.size)
+            file = self._format.make_fragment(path, self._filesystem, partition, file_size=size)
             file.ensure_complete_metadata()
             kept = _Footer(file, file.metadata.serialized_size)
         self._kept[path] = kept
@@ -59,3 +54,18 @@ class Footers:
         while excess > 0:
             excess -= self._kept.pop(next(iter(self._kept))).nbytes
         return kept.file.subset(row_group_ids=[number])
+
+    def check(self, path: str) -> int | None:
+        """The size of a file in bytes, if its filesystem says it. To be called again once a row group has been read.
+
+        Raises:
+            RayloaderError: the file was replaced since it was first read.
+        """
+        now = self._filesystem.get_file_info(path)
+        if self._seen.setdefault(path, version := (now.size, now.mtime_ns)) != version:
+            raise RayloaderError(
+                f"{path} was replaced while it is read, so an epoch would have old rows and new ones; write new files "
+                "under other names, and make the stream again"
+            )
+        size: int | None = now.size
+        return size

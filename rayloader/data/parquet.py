@@ -240,7 +240,10 @@ class _Files:
         try:
             partition = self.partitions[self.files[group]] if self.partitions else None
             fragment = footers.row_group(path, number, partition)
-            table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
+            try:
+                table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
+            finally:
+                footers.check(path)  # the footer leads astray in a file that has taken the place of its own
         except RayloaderError:
             raise
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything

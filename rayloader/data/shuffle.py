@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.errors import StateError
-from rayloader.resume.wrapped import Source, pass_on
+from rayloader.resume.wrapped import Source, check_stream, pass_on
 
 _T = TypeVar("_T")
 if TYPE_CHECKING:
@@ -41,9 +41,11 @@ class ShuffleBuffer(_StreamOf[_T], Generic[_T]):
 
     Raises:
         ValueError: `size` is no whole number, or too small.
+        TypeError: `stream` is no iterable: a map-style dataset.
     """
 
     def __init__(self, stream: Any, size: int) -> None:
+        check_stream("ShuffleBuffer", stream)
         self.stream, self.size = stream, whole("size", size, 1, "ShuffleBuffer")
         pass_on(self, stream)
 

@@ -9,10 +9,26 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from rayloader.errors import StateError
 from rayloader.resume.snapshot import has_state
 
 _NOTHING = object()
+
+
+def check_stream(wrapper: str, stream: Any) -> None:
+    """Checks that a wrapper can read something as a stream.
+
+    Raises:
+        TypeError: it cannot. Python would read a map-style dataset by its indices from 0 on, past its end if need be,
+            and each worker all of it.
+    """
+    if not hasattr(type(stream), "__iter__"):
+        raise TypeError(
+            f"{wrapper} reads an iterable of samples, got {type(stream).__name__}, which has no __iter__; pass an "
+            "IterableDataset, or let a sampler shuffle a map-style dataset"
+        )
 
 
 def pass_on(wrapper: Any, wrapped: Any) -> None:
@@ -40,16 +56,20 @@ class Source(Iterator[Any]):
     def __init__(self, stream: Any) -> None:
         self._stream, self._iterator = stream, iter(stream)
         self._ended = False
+        self._told = getattr(get_worker_info(), "_reader", None)  # of the first samples, in a worker of rayloader's
         self.has_state = has_state(self._iterator) or has_state(stream)
 
     def __next__(self) -> Any:
         if self._ended:  # a stream is not asked again after its end, where it may begin anew
             raise StopIteration
         try:
-            return next(self._iterator)
+            sample = next(self._iterator)
         except StopIteration:
             self._ended = True
             raise
+        if self._told is not None:
+            self._told = self._told.note(sample)
+        return sample
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the reading; at its end that of the stream too."""

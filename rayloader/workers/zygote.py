@@ -87,7 +87,6 @@ class Zygote:
     _control: LineSocket | None = None
 
     def __init__(self, work: Callable[[int], object]) -> None:
-        self._driver = os.getpid()
         self._lock = new_lock()
         self._numbers = itertools.count(1)
         self._unanswered = 0  # questions
@@ -105,9 +104,9 @@ class Zygote:
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         flush_streams()  # or each fork would print what is in their buffers
-        me = threading.get_ident()
+        me, driver = threading.get_ident(), os.getpid()
         born: list[Born] = []
-        _serving[me] = lambda: born.append(_serve(theirs, self._driver, blocked))
+        _serving[me] = lambda: born.append(_serve(theirs, driver, blocked))
         try:
             _fork(self._pids)
             if born:
@@ -207,7 +206,7 @@ class Zygote:
         """Ends it; its forks have lost their lines, and end. Callable more than once, and by any thread."""
         control, self._control = self._control, None
         if control is not None:
-            if os.getpid() == self._driver and self.pid:
+            if control.is_ours and self.pid:
                 _ending[self.pid] = time.monotonic() + END_SECONDS + 1.0
             control.end()
 
@@ -372,7 +371,7 @@ def _forked(control: socket.socket, ends: list[int], *, collects: bool, ignores_
         if os.getppid() != zygote:  # it has died before that
             os._exit(1)
         control.close()
-        # Not ignored, unless the program ignores it: what the user's code starts would ignore it too.
+        # What the user's code starts ignores it if this process does, and must only where the program does.
         if not ignores_interrupts:
             signal.signal(signal.SIGINT, _nothing)
         keep_freed_memory()

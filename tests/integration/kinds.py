@@ -1176,6 +1176,11 @@ def signals_of_what_a_sample_starts(program):
     return taken(program.load(Holding(sample), collate_fn=list, worker_init_fn=signals_in_a_child))
 
 
+def signals_in_a_child(worker_id):
+    assert subprocess.run(["true"]).returncode == 0
+    assert os.waitstatus_to_exitcode(os.system("exit 3")) == 3
+
+
 @kind(Differs())
 def what_a_sample_starts_where_the_program_ignores_interrupts(program):
     def sample(self, index):
@@ -1186,11 +1191,6 @@ def what_a_sample_starts_where_the_program_ignores_interrupts(program):
         return taken(program.load(Holding(sample), collate_fn=list))
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def signals_in_a_child(worker_id):
-    assert subprocess.run(["true"]).returncode == 0
-    assert os.waitstatus_to_exitcode(os.system("exit 3")) == 3
 
 
 @kind(Spawned())

@@ -7,9 +7,9 @@ import pytest
 from rayloader.epoch.reports import briefly
 
 
-def of_a_traceback(error):
+def of_a_traceback(error, cause=None):
     try:
-        raise error
+        raise error from cause
     except BaseException as raised:
         return "".join(traceback.format_exception(raised))
 
@@ -24,6 +24,7 @@ def of_a_traceback(error):
             of_a_traceback(BaseExceptionGroup("all", [ExceptionGroup("some", [ValueError(1)]), KeyboardInterrupt()])),
             "BaseExceptionGroup: all (2 sub-exceptions)",
         ),
+        (of_a_traceback(SystemExit(3), ExceptionGroup("parts", [ValueError(1)])), "SystemExit: 3"),
     ],
 )
 def test_a_cause_is_told_in_one_line(cause, said):
