@@ -580,7 +580,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         and a map-style dataset that keeps no state, either fits both.
 
         The rest of the epoch depends on the loader that was saved, whatever `num_workers` and `persistent_workers` this
-        one has: its workers are hosted by at most `num_workers` processes. Later epochs have this loader's own
+        one has: it has as many workers, each with a process of its own. Later epochs have this loader's own
         `num_workers`. With `seeding="batch"`, and a map-style dataset without state, so has the rest of the epoch. A
         live iterator is not affected; persistent workers are replaced by new ones at the next `iter()`.
 
