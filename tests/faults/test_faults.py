@@ -102,7 +102,7 @@ def meetings(row):
     """A death takes the start of a process, and a hang its time: they meet no more than is needed to see each."""
     where, how, kind, lane = row
     expected = EXPECTED[row[:2]]
-    if how.startswith("hang"):  # that one lasts until another process helps out
+    if how.startswith("hang"):  # that one lasts until it is killed
         return {how} if expected in (RECOVERED, TIMED_OUT) and where != "init" else set()
     dies = expected is RECOVERED or how in CRASHES
     found = {(where, dies), (how in EXITS, dies), (how, kind), (how, lane), (kind, lane)}

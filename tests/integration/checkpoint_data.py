@@ -459,7 +459,7 @@ class Hosted(DataLoader):
 
 
 def hosted(arguments, processes, of=WORKERS, **options):
-    """A loader that goes on: the same `of` workers, hosted by so many processes; seeded otherwise than a run."""
+    """A loader that goes on with `of` workers, and has `processes` as its number; seeded otherwise than a run."""
     loader = make(arguments, of, Hosted, **{"seed": 2, **options})
     loader.processes = processes
     return loader

@@ -391,7 +391,7 @@ def test_a_line_that_nobody_can_reach_is_refused_and_ray_calls_take_its_place(pe
 class Waiting(Channel):
     """Waits for one descriptor, and does nothing else."""
 
-    start = hurry = leave = run = replay = resume = close = lambda *_: None
+    start = leave = run = replay = resume = close = lambda *_: None
     lane = ""
 
     def __init__(self, descriptor, mailbox):

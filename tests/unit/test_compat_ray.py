@@ -172,14 +172,6 @@ def test_a_connection_that_ends_meanwhile_is_none():
     assert _compat_ray.connection_of(module) is None
 
 
-def test_what_is_not_known_of_nodes_is_no():
-    whole = SimpleNamespace(
-        _private=SimpleNamespace(state=SimpleNamespace(state=SimpleNamespace(get_draining_nodes=lambda: {NODE: 7})))
-    )
-    assert _compat_ray.draining_nodes(whole) == {NODE: 7}
-    assert _compat_ray.draining_nodes(Changed(whole, "_private.state.state.get_draining_nodes")) == {}
-
-
 def answering(ray, **answers):
     """Ray, connected to a GCS with such methods."""
     return Changed(ray, "_private.worker.global_worker.gcs_client", SimpleNamespace(**answers))

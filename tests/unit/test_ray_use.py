@@ -85,7 +85,7 @@ def built_by(monkeypatch):
     monkeypatch.setattr(hosts, "Fleet", lambda *_: SimpleNamespace(lend=lambda _: None))
 
     def kind(loader):
-        fleet = hosts.fleet_for(loader, None, Options.of(loader), num_workers=1, num_processes=1, accelerator=None)
+        fleet = hosts.fleet_for(loader, None, Options.of(loader), num_workers=1, accelerator=None)
         return "actors" if fleet == "actors" else "forks"
 
     return kind
