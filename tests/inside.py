@@ -102,7 +102,6 @@ def taken_from(iterator):
     iterator._engine.close()
     fleet = iterator._fleet
     (worker,) = fleet.workers
-    worker.leave()
     fleet.mailbox.flush()
     fleet.mailbox.remove(worker.host)
     return worker, fleet.processes.sources([])(worker.host)

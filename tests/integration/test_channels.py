@@ -120,8 +120,8 @@ class Peer:
 
     def answer(self, message):
         """The task that was answered, and the result."""
-        kind, worker_id, call, content = message
-        assert (kind, worker_id) == (Up.ANSWER, 0)
+        kind, call, content = message
+        assert kind == Up.ANSWER
         task, answer = self.tasks.pop(call), Answer(*content)
         assert answer.task_id == task.task_id
         if answer.wire is not None:
@@ -199,7 +199,7 @@ def answers_come_in_the_order_of_the_calls_each_with_its_own_batch(peer):
     tasks = [peer.run(("value", number)) for number in range(40)]
     assert [task.call for task in tasks] == sorted({task.call for task in tasks})
     heard = peer.hear(40)
-    assert [message[2] for message in heard] == [task.call for task in tasks]
+    assert [message[1] for message in heard] == [task.call for task in tasks]
     assert [peer.batch(message).tolist() for message in heard] == [[number] for number in range(40)]
 
 
@@ -242,7 +242,6 @@ def other_calls_of_the_actor_come_after_a_pause_and_before_what_follows(peer):
     for round_number in range(3):
         for number in range(3):
             peer.run(("value", number))
-        peer.worker.leave()  # without a pause, the worker would be gone before its tasks
         peer.worker.begin(peer.source)
         peer.run(("value", round_number))
         batches = [peer.batch(message).tolist() for message in peer.hear(4)]
@@ -276,18 +275,17 @@ def test_what_is_rebuilt_and_the_next_epoch_are_answered_in_their_turn(any_peer)
     built = any_peer.run(("value", 5))
     _, result = any_peer.answer(any_peer.hear()[0])
     built.digest = result.digest
-    any_peer.worker.leave()
     any_peer.worker.begin(any_peer.source)
     replayed = any_peer.worker.rebuild([built])
     any_peer.worker.resume(Resumed(1, None, None))
     resumed = any_peer.actor.calls
     task = any_peer.run(("value", 6))
     again, begun, answer = any_peer.hear(3)
-    assert again[:3] == (Up.ANSWER, 0, replayed)
-    assert (Answer(*again[3]).kind, Answer(*again[3]).replay) == (ResultKind.REBUILT, (1, 1))
-    assert begun[:3] == (Up.BEGUN, 0, resumed)
-    assert (WorkerState(*begun[3]).epoch, WorkerState(*begun[3]).tasks) == (1, 0)
-    assert answer[2] == task.call
+    assert again[:2] == (Up.ANSWER, replayed)
+    assert (Answer(*again[2]).kind, Answer(*again[2]).replay) == (ResultKind.REBUILT, (1, 1))
+    assert begun[:2] == (Up.BEGUN, resumed)
+    assert (WorkerState(*begun[2]).epoch, WorkerState(*begun[2]).tasks) == (1, 0)
+    assert answer[1] == task.call
     assert any_peer.batch(answer).tolist() == [6]
 
 
@@ -382,7 +380,6 @@ def test_a_line_that_nobody_can_reach_is_refused_and_ray_calls_take_its_place(pe
     refused.kind = "calls"
     refused.channel = refused._channel()
     refused.mailbox.add(refused.channel)
-    refused.worker.leave()
     refused.worker.begin(refused.source)
     refused.run(("value", 3))
     assert refused.batch(refused.hear()[0]).tolist() == [3]
@@ -391,7 +388,7 @@ def test_a_line_that_nobody_can_reach_is_refused_and_ray_calls_take_its_place(pe
 class Waiting(Channel):
     """Waits for one descriptor, and does nothing else."""
 
-    start = leave = run = replay = resume = close = lambda *_: None
+    start = run = replay = resume = close = lambda *_: None
     lane = ""
 
     def __init__(self, descriptor, mailbox):
