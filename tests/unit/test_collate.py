@@ -43,7 +43,7 @@ def writer(monkeypatch):
     monkeypatch.setattr(torch_worker, "_worker_info", torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=()))
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, stack)
     opened = ArenaWriter.open(arena.address)
-    opened.begin(0)
+    opened.begin()
     collate_into(opened)
     yield weakref.proxy(opened)
     collate_into(None)
@@ -297,7 +297,7 @@ def test_fresh_tensors_are_sent_as_those_that_are_looked_at(name):
     arena = Arena(64 * PAGE)
     opened = ArenaWriter.open(arena.address)
     opened.small = 4096
-    opened.begin(0)
+    opened.begin()
     reference = default_collate(SAMPLES[name])
     fresh = into(opened, default_collate, SAMPLES[name])
     batch = default_collate(SAMPLES[name])
