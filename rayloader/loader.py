@@ -544,7 +544,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         if self._read_anew:
             raise StateError(
                 "a framework has rebuilt this loader and reads the new one, which alone knows the position; call "
-                "state_dict() of that one, or under Ray Train create the loader with num_replicas and rank"
+                "its state_dict() (rayloader.patch() gives it one), or create the loader with num_replicas and rank"
             )
         if self._state is None and self._before is not None and self._before.is_known:
             return self._before.state()

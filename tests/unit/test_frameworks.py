@@ -497,7 +497,7 @@ def test_nor_has_one_whose_batches_come_from_torchs(wrapped):
     loader = rayloader.DataLoader(Stream())
     with pytest.warns(UserWarning, match="was rebuilt as"):
         DataLoader(wrapped(loader.dataset), num_workers=loader.num_workers)
-    with pytest.raises(rayloader.StateError, match=r"under rayloader\.patch"):
+    with pytest.raises(rayloader.StateError, match=r"its state_dict\(\) \(rayloader\.patch\(\) gives it one\)"):
         loader.state_dict()
 
 
@@ -547,7 +547,9 @@ class Stream(IterableDataset):
 )
 def test_one_warning_tells_of_the_first_loader_that_is_made_anew(make, dataset, copied):
     loader = copied(rayloader.DataLoader(dataset, 2))
-    with pytest.warns(UserWarning, match=rf"rebuilt as torch.*{make.__name__}: .* call rayloader.patch\(\)") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"rebuilt as torch.*{make.__name__}, whose .* call rayloader.patch\(\)"
+    ) as caught:
         anew = make(loader.dataset, num_workers=loader.num_workers)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
