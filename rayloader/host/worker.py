@@ -70,7 +70,7 @@ class BuildOrder(NamedTuple):
 
 
 class HostedWorker:
-    """One of the workers that a process hosts.
+    """The worker that a process hosts.
 
     Args:
         setup: which worker it is, and how to set it up.
@@ -97,8 +97,6 @@ class HostedWorker:
         self._digest = 0
         self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
         self._replayed, self._to_replay = 0, 0  # batches
-        self._parked: RandomState | None = None
-        self._worker_info: Any = None
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
         self._recorder = SnapshotTaker(None, {}, RandomState.capture())
         self._left: deque[BuildOrder] = deque()  # not begun, oldest first
@@ -436,13 +434,9 @@ class HostedWorker:
         seed_torch(seed)
         np.random.seed(numpy_seed(setup.base_seed, setup.worker_id))
         self._shuffle_datapipe(setup.shared_seed)
-        self._worker_info = self._reader.worker_info(seed, self._dataset)
-        self._tell_who_reads()
-
-    def _tell_who_reads(self) -> None:
-        """Sets the answers of `get_worker_info()` and `get_shard_info()`."""
-        set_worker_info(self._worker_info)
-        self._reader.attach(self._worker_info)
+        info = self._reader.worker_info(seed, self._dataset)
+        set_worker_info(info)
+        self._reader.attach(info)
 
     def _shuffle_datapipe(self, shared_seed: int | None) -> None:
         if isinstance(self._dataset, IterDataPipe):
