@@ -25,12 +25,11 @@ import time
 import traceback
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from rayloader.errors import ReplayError, StateError, too_deep
 from rayloader.random.generator_kinds import suit
 from rayloader.random.generators import Generators
 from rayloader.random.random_state import RandomState
+from rayloader.transport.pickler import ByIdPickler, dumped
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
 SHARE = 0.01
@@ -56,7 +55,7 @@ class WorkerState(NamedTuple):
         begin: the generators before the iterator of this epoch was created.
         dataset: the dataset's `state_dict()`, pickled; None if it has none, or is its own iterator.
         iterator: the `state_dict()` of its iterator, pickled.
-        dataset_epoch: the last argument of the dataset's `set_epoch` in the worker; None: it was not called.
+        dataset_epoch: the last argument of the dataset's `set_epoch`, if it is known.
         error: why there is no whole snapshot, if that is so.
     """
 
@@ -249,12 +248,11 @@ def dump_state(obj: Any) -> bytes:
     """
     state = obj.state_dict()
     try:
-        dumped: bytes = cloudpickle.dumps(state)
+        return dumped(state, ByIdPickler)
     except (RecursionError, pickle.PicklingError) as error:
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             raise too_deep() from None
         raise
-    return dumped
 
 
 def told_by(obj: Any) -> bytes | None:
