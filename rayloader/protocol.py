@@ -70,6 +70,7 @@ class Setup:
     skip_errors: bool
     ranks: tuple[int, int] | None  # the loader's rank, and their number; see `shard_info.Reader`
     persistent: bool  # after this epoch the same dataset object is iterated over again
+    dataset_epoch: int | None  # what its dataset was told by `set_epoch`, if that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ class Caught(ExceptionWrapper):
             raise
         except BaseException as raised:
             if self._is_torchs(raised):
-                return raised.with_traceback(None)
+                return BaseException.with_traceback(raised, None)  # which the class may hide
             # Of a type that has an attribute `message` torch makes one by `message=`, which not all of these take.
             with contextlib.suppress(Exception):
                 if isinstance(error := self.exc_type(self.text), BaseException):

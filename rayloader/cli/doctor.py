@@ -206,5 +206,6 @@ def _tried(name: str, attempt: Callable[[], str], advice: str) -> Check:
     try:
         found = attempt()
     except Exception as error:  # any error is the answer
-        return Check(name, False, f"{type(error).__name__}: {in_full(error)}", advice)
+        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "  # those are ours
+        return Check(name, False, kind + in_full(error), advice)
     return Check(name, True, f"{found} ({time.monotonic() - began:.1f} s)")

@@ -282,6 +282,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                     skip_errors=self._options.skips_errors,
                     ranks=ranks_told(loader),
                     persistent=self._persistent_workers,
+                    dataset_epoch=loader._dataset_epoch,
                 )
                 for worker_id in range(self._num_workers)
             ]
@@ -353,7 +354,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 # Drops torch's frame: its local variable refers to the error, which would form a cycle that keeps the
                 # iterator.
                 del self  # which this frame leads to
-                raise error.with_traceback(None) from None
+                raise BaseException.with_traceback(error, None) from None
         self._task = task
         if not self._persistent_workers and self._engine is not None and self._engine.over:
             self._release()  # now: a program that counts batches does not ask for another one, and keeps the iterator

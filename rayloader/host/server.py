@@ -34,7 +34,6 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import WorkerLane, unpack
 from rayloader.transport.line import Line, LineSocket, packed
-from rayloader.transport.pickler import note_fork
 
 # How often a busy process checks for new messages on its line, in seconds: it need not begin calls that were
 # cancelled.
@@ -228,7 +227,6 @@ def serve(replica: Replica, end: int) -> None:
         replica: the driver's own objects, as they were when it forked.
         end: the descriptor of this process's end of the line.
     """
-    note_fork()
     hosting = Hosting(lambda: replica)
     hosting.serve(Line(LineSocket(fileno=end)))
     hosting.end()

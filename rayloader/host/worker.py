@@ -91,7 +91,7 @@ class HostedWorker:
         self._exhausted = False
         self._end_is_told = False  # in a snapshot
         self._epoch = 0
-        self._dataset_epoch: int | None = None
+        self._dataset_epoch = setup.dataset_epoch
         self._tasks = 0  # number built in this epoch
         self._last_task = -1
         self._digest = 0
@@ -132,7 +132,8 @@ class HostedWorker:
         if state.error:
             raise ReplayError(f"the state of worker {self._setup.worker_id} could not be saved:\n{state.error}")
         self._epoch, self._exhausted = state.epoch, state.exhausted
-        self._tell_epoch(state.dataset_epoch)
+        if state.dataset_epoch != self._dataset_epoch:  # the program has told the dataset another one since
+            self._tell_epoch(state.dataset_epoch)
         with _compat_datasets.loading(self._dataset):
             self._load_states(state)
 

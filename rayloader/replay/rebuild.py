@@ -34,7 +34,7 @@ from rayloader.resume.skips import AllBut, SkipSteps
 from rayloader.resume.snapshot import has_state
 from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream
 from rayloader.task import Task
-from rayloader.transport import codec, pickler, raw
+from rayloader.transport import codec, raw
 
 _NONE = Task(-1, None, digest=0)
 _STEPS = 2**31  # an epoch has fewer
@@ -198,7 +198,6 @@ def _send(connection: Any, *arguments: Any) -> None:
     """In the fork: builds the batch, and sends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the program's, which then kills this process
     torch.set_num_threads(1)  # the threads of the program are not here
-    pickler.note_fork()
     try:
         encoded = codec.encode((None, *Reconstruction(*arguments).run()), known_classes=True)
     except Exception as error:

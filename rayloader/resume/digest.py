@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayloader._compat import no_torch_function
+from rayloader._compat import make_class, make_enum, no_torch_function
 from rayloader.protocol import carried
 from rayloader.transport.codec import PLAIN, Encoded, decode, encode
+from rayloader.transport.pickler import has_classes_by_id
 from rayloader.transport.raw import copied, memory
 
 _ALL = 2048  # bytes: a buffer up to this size is read completely
@@ -56,7 +57,7 @@ def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:
         carry: as in `codec.encode`.
     """
     encoded = encode(indices, carry=carry)
-    if not encoded.buffers:
+    if not encoded.buffers and not has_classes_by_id(encoded.skeleton):
         return Drawn(encoded, zlib.crc32(encoded.skeleton, before))
     encoded = encoded._replace(buffers=[memoryview(bytes(buffer)) for buffer in encoded.buffers])
     # The skeleton contains a tensor's place in memory, and the buffers contain the data beside it.
@@ -66,13 +67,16 @@ def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:
 
 
 class _Values(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles tensors by their values."""
+    """Pickles tensors by their values, and classes that travel by value by their names."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized and not obj.is_nested:
             content = obj.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
             return Tensor, (str(obj.dtype), tuple(obj.shape), content.numpy().tobytes())
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(reduced, tuple) and reduced[0] in (make_class, make_enum):
+            return str, (f"{obj.__module__}.{obj.__qualname__}",)
+        return reduced
 
 
 def chain(checksum: int, before: int) -> int:

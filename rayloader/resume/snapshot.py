@@ -30,11 +30,10 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from rayloader.errors import ReplayError, StateError, too_deep
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
+from rayloader.transport.pickler import ByIdPickler, dumped
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
 SHARE = 0.01
@@ -58,7 +57,7 @@ class WorkerState(NamedTuple):
         begin: the generators before the iterator of this epoch was created.
         dataset: the dataset's `state_dict()`, pickled; None if it has none, or is its own iterator.
         iterator: the `state_dict()` of its iterator, pickled.
-        dataset_epoch: the last argument of the dataset's `set_epoch` in the worker; None: it was not called.
+        dataset_epoch: the last argument of the dataset's `set_epoch`, if it is known.
         error: why there is no whole snapshot, if that is so.
     """
 
@@ -233,12 +232,11 @@ def dump_state(obj: Any) -> bytes:
     """
     state = obj.state_dict()
     try:
-        dumped: bytes = cloudpickle.dumps(state)
+        return dumped(state, ByIdPickler)
     except (RecursionError, pickle.PicklingError) as error:
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             raise too_deep() from None
         raise
-    return dumped
 
 
 def told_by(obj: Any) -> bytes | None:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -39,6 +38,7 @@ from rayloader.resume.samplers import Moment, OwnState, SamplerState, Start
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Step, Task
 from rayloader.transport import codec
+from rayloader.transport.pickler import ByIdPickler, dumped
 
 FORMAT, VERSION = "rayloader", 18
 # What a state of an earlier version would continue otherwise, by the version that has changed it.
@@ -436,8 +436,7 @@ def _pack_object(told: bytes) -> dict[str, Any]:
 
 
 def _unpack_object(packed: dict[str, Any]) -> bytes:
-    told: bytes = cloudpickle.dumps(plain_state.unpack(packed["state"]))
-    return told
+    return dumped(plain_state.unpack(packed["state"]), ByIdPickler)
 
 
 def _pack_entry(entry: Task | Resumed) -> dict[str, Any]:

@@ -34,11 +34,11 @@ def check_stream(wrapper: str, stream: Any) -> None:
 def pass_on(wrapper: Any, wrapped: Any) -> None:
     """Gives a dataset that reads another one the methods of that by which it has a state, or is told an epoch.
 
-    What the wrapper itself remembers is in its iterator. They are attributes of the object: libraries ask classes, or
-    objects without running code, for these methods.
+    What the wrapper itself remembers is in its iterator. What a subclass of the user's defines stays. They are
+    attributes of the object: libraries ask classes, or objects without running code, for these methods.
     """
     for name in ("state_dict", "load_state_dict", "set_epoch"):
-        if callable(method := getattr(wrapped, name, None)):
+        if not hasattr(type(wrapper), name) and callable(method := getattr(wrapped, name, None)):
             setattr(wrapper, name, method)
 
 

@@ -8,9 +8,10 @@ and `__slots__` are added to a class that is recreated, because instances that h
 from the driver's class. Proxies of a `multiprocessing` manager bring along its key, as to a spawned process.
 
 NOTE [The driver's classes]. Cloudpickle sends the classes of `__main__` and of notebooks by value, under an id, and
-overwrites the class, attribute by attribute, in a process that has the id already. From driver to worker that is
-wanted: warm workers see changed methods. A batch must not do it to the driver's class; so there only the id counts,
-and the definition is included for a process that no longer has the class. The processes that a program spawns, for
+overwrites the class, attribute by attribute, in a process that has the id already. For a replica that is wanted: warm
+workers see changed methods. Indices, batches and states must not do it to the reader's class; so there only the id
+counts. A fork may not know it, nor the driver that of a fork, and both have the class at the same place in memory. The
+definition is included for a process that has neither. The processes that a program spawns, for
 instance with `torch.multiprocessing.spawn`, have `__mp_main__` in place of `__main__`: the same module, which a worker
 lacks too. The only state is a cache of definitions, which live as long as their classes.
 """
@@ -91,9 +92,8 @@ _reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
 _Cached = type(functools.lru_cache(len))
 _ArrayType: Any = type(ctypes.Array)
 
-# Of each class: its id in cloudpickle, its pickle by value, and in a fork where its parent has it too.
+# Of each class: its id in cloudpickle, its pickle by value, and its place in this process and its forks.
 _definitions: WeakKeyDictionary[type, tuple[Any, ...]] = WeakKeyDictionary()
-_is_fork = False  # of the process that reads what is pickled here
 cloudpickle.register_pickle_by_value(types.ModuleType("__mp_main__"))
 
 
@@ -131,14 +131,29 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         """How a function or a class is pickled; NotImplemented for anything else."""
         if type(obj) is _ArrayType and obj is not ctypes.Array and obj._type_ * obj._length_ is obj:
             return operator.mul, (obj._type_, obj._length_)  # such a class has no name in a module
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        return _with_slots(obj, reduced) if isinstance(obj, type) else reduced
 
 
-def dumps_by_value(obj: Any) -> bytes:
-    """The pickle of an object."""
+class ByIdPickler(ByValuePickler):
+    """The same, for a reader that may have the classes; see NOTE [The driver's classes]."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How a function or a class is pickled; NotImplemented for anything else."""
+        reduce = super().reducer_override
+        return _reduce_by_id(obj, reduce) if isinstance(obj, type) else reduce(obj)
+
+
+def dumped(obj: Any, kind: type[ByValuePickler]) -> bytes:
+    """The pickle of an object, by this kind of pickler."""
     file = io.BytesIO()
-    ByValuePickler(file, protocol=PROTOCOL).dump(obj)
+    kind(file, protocol=PROTOCOL).dump(obj)
     return file.getvalue()
+
+
+def has_classes_by_id(skeleton: bytes) -> bool:
+    """Whether this may be a pickle that has such a class: it is not the same in each run of a program."""
+    return _known_class.__name__.encode() in skeleton
 
 
 class Span:
@@ -239,9 +254,8 @@ class Pickler(ByValuePickler):
         if self.known_classes and issubclass(kind, (type, types.FunctionType)) and _is_named(obj):
             return NotImplemented
         if issubclass(kind, type):
-            if self.known_classes:
-                return _reduce_by_id(obj, super().reducer_override)
-            return _with_slots(obj, super().reducer_override(obj))
+            reduce = super().reducer_override
+            return _reduce_by_id(obj, reduce) if self.finder is None else reduce(obj)
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
             if hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__"):
                 return self._of_delegate(obj)
@@ -545,32 +559,25 @@ def _with_slots(cls: type, reduced: Any) -> Any:
 def _reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
     """A class's reduction that finds it by its id; the result of `reduce_by_value` for a class that travels by name."""
     definition = _definitions.get(cls)
-    if definition is None or (_is_fork and len(definition) == 2):
+    if definition is None:
         reduced = reduce_by_value(cls)
         if reduced is NotImplemented or reduced[0] not in (make_class, make_enum):
             return reduced
         try:
-            text = dumps_by_value(cls)
+            text = dumped(cls, ByValuePickler)
         except Exception:  # something unpicklable was added to it in this process; the id alone must suffice
             text = None
-        at = (id(cls), cls.__module__, cls.__qualname__) if _is_fork else ()
-        definition = _definitions[cls] = (id_of_class(cls), text, *at)
+        definition = _definitions[cls] = (id_of_class(cls), text, id(cls), cls.__module__, cls.__qualname__)
     return _known_class, definition
 
 
-def _known_class(tracker_id: str, definition: bytes | None, *at: Any) -> Any:
+def _known_class(tracker_id: str, definition: bytes | None, place: int, module: str, name: str) -> Any:
     cls = classes_by_id.get(tracker_id)
-    if cls is None and at and (cls := _class_at(*at)) is not None:
+    if cls is None and (cls := _class_at(place, module, name)) is not None:
         classes_by_id[tracker_id] = cls
     if cls is None and definition is None:
         raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
     return _Definition(definition or b"").load() if cls is None else cls
-
-
-def note_fork() -> None:
-    """In a fork of the process that reads what is pickled here: that has this process's classes, at the same places."""
-    global _is_fork
-    _is_fork = True
 
 
 def _class_at(place: int, module: str, name: str) -> type | None:

@@ -102,6 +102,17 @@ class MessageError(Exception):
         super().__init__(text)
 
 
+class NoTracebackError(Exception):
+    """Does not let others set its traceback in their way."""
+
+    def with_traceback(self, traceback, more):
+        return self
+
+
+def raise_without_traceback(index):
+    raise NoTracebackError("as planned")
+
+
 async def fail_in_a_task():
     async with asyncio.TaskGroup() as group:
         group.create_task(asyncio.to_thread(fail))
@@ -115,6 +126,8 @@ def raise_message(index):
 def test_an_exception_that_torch_would_lose_arrives(workers):
     (error,) = outcomes(iter(load(raise_message, 1, workers=workers)))
     check_caught(error, 0, MessageError, 'raise MessageError("as planned")', "MessageError")
+    (error,) = outcomes(iter(load(raise_without_traceback, 1, workers=workers)))
+    check_caught(error, 0, NoTracebackError, 'raise NoTracebackError("as planned")', "NoTracebackError")
     (group,) = outcomes(iter(load(lambda index: asyncio.run(fail_in_a_task()), 1, workers=workers)))
     assert (type(group), [type(part) for part in group.exceptions]) == (ExceptionGroup, [CustomError])
     check_caught(group.exceptions[0], 0)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from probes import oversubscribed
 from rayloader import DataLoader, ParquetStream, ShuffleBuffer, cached
@@ -235,3 +235,56 @@ def test_a_wrapper_has_what_the_dataset_has(wrap):
     stateless = wrap(Fixed() if isinstance(wrap, partial) else [1])
     for name in "state_dict", "load_state_dict", "set_epoch":
         assert inspect.getattr_static(stateless, name, None) is None
+
+
+@pytest.mark.parametrize(("kind", "size"), [(PackedStream, 2), (ShuffleBuffer, 2)])
+def test_what_a_subclass_of_a_wrapper_defines_is_its_own(kind, size):
+    told = []
+
+    class Own(kind):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+        def state_dict(self):
+            return {"own": 1, **self.stream.state_dict()}
+
+    own = Own(CountsEpochs(), size)
+    DataLoader(own).set_epoch(3)
+    assert (told, own.state_dict()["own"]) == ([3], 1)
+
+
+class Told(IterableDataset):
+    """Its part is another one in each epoch, and it has no state."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        info = get_worker_info()
+        yield from range(100 * self.epoch + info.id, 100 * self.epoch + 20, info.num_workers)
+
+
+@pytest.mark.parametrize("options", [FORKS, PERSISTENT])
+@pytest.mark.parametrize("wrap", [lambda stream: stream, partial(ShuffleBuffer, size=3)])
+@pytest.mark.parametrize(("epoch", "taken"), [(0, 2), (0, None), (1, 2), (1, None)])
+def test_a_stream_that_was_told_an_epoch_goes_on_where_the_program_tells_the_next(wrap, options, epoch, taken):
+    """Its workers may have to read the epoch before again, of which it was told something else."""
+    whole, resumed = (DataLoader(wrap(Told()), 2, collate_fn=as_it_is, **options) for _ in range(2))
+    expected = []
+    for number in range(3):
+        whole.set_epoch(number)
+        for step, batch in enumerate(whole):
+            if number > epoch or (number == epoch and taken is not None and step >= taken):
+                expected.append(batch)
+            if (number, step + 1) == (epoch, taken):
+                state = whole.state_dict()
+        if number == epoch and taken is None:
+            state = whole.state_dict()
+    resumed.load_state_dict(state)
+    found = []
+    for number in range(epoch + (taken is None), 3):
+        resumed.set_epoch(number)
+        found += resumed
+    assert found == expected

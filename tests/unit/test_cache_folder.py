@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from rayloader import CacheError, cached
 from rayloader.data import cached as module
 from rayloader.random.generator_kinds import global_generators
-from rayloader.transport.pickler import dumps_by_value
+from rayloader.transport.pickler import ByValuePickler, dumped
 
 Pair = namedtuple("Pair", "image label")
 
@@ -117,7 +117,7 @@ def test_a_file_of_another_user_is_not_read(folder, tmp_path, monkeypatch):
 
 def test_a_copy_in_another_process_looks_again(folder):
     kept = opened(folder)
-    copied = dumps_by_value(kept)
+    copied = dumped(kept, ByValuePickler)
     file_in(folder).chmod(0o666)
     with pytest.raises(CacheError, match="may be written to by others"):
         pickle.loads(copied)

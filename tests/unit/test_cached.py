@@ -34,7 +34,7 @@ from rayloader.data import sample_store
 from rayloader.observe.stats import LoaderStats, Period, Times
 from rayloader.observe.verdict import verdict
 from rayloader.transport import memory_file
-from rayloader.transport.pickler import dumps_by_value
+from rayloader.transport.pickler import ByValuePickler, dumped
 
 HANG_LIMIT = 500.0  # seconds; on expiry the test fails
 Pair = collections.namedtuple("Pair", "image label")
@@ -122,7 +122,7 @@ def place(request, tmp_path):
 
 def another(kept):
     """The same cache, as another process gets it."""
-    return pickle.loads(dumps_by_value(kept))
+    return pickle.loads(dumped(kept, ByValuePickler))
 
 
 def fork(work):

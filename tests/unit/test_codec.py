@@ -862,7 +862,7 @@ class SlottedDataset:
             return [Slotted(1), more, open, Columns(torch.arange(2))]
 
 def ask(dataset):
-    encoded = encode(dataset)
+    encoded = encode(dataset, replica=True)
     pickle.dump((encoded.skeleton, [bytearray(b) for b in encoded.buffers]), requests)
     requests.flush()
     skeleton, buffers = pickle.load(replies)
@@ -955,7 +955,7 @@ def test_known_classes_need_not_be_picklable_here():
         lock = threading.Lock()
 
     with pytest.raises(TypeError):
-        encode(Local())
+        encode(Local(), replica=True)
     assert type(through(Local(), known_classes=True)) is Local
 
 

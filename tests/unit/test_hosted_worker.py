@@ -21,6 +21,7 @@ SETUP = Setup(
     skip_errors=False,
     ranks=None,
     persistent=True,
+    dataset_epoch=None,
 )
 
 

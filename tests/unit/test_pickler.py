@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from rayloader.transport.pickler import Pickler, Special, dumps_by_value
+from rayloader.transport.pickler import ByValuePickler, Pickler, Special, dumped
 
 FILE = "users_program.py"
 SOURCE = """
@@ -33,7 +33,7 @@ def program():
 
 
 def there_and_back(obj):
-    return pickle.loads(dumps_by_value(obj))
+    return pickle.loads(dumped(obj, ByValuePickler))
 
 
 def files_of(call, *arguments):
