@@ -2,7 +2,8 @@
 
 Promise: the parts of all workers of all ranks together are the whole, each row once, unless equal steps were asked
 for. Order and parts depend on the files, the arguments and the epoch alone. The state of an iterator holds places of
-rows, no rows, and loading it reads the row groups in which these lie and nothing before them.
+rows, no rows, and loading it reads the row groups in which these lie and nothing before them. Which files there are,
+their columns and what of a row group is read is `pyarrow.dataset`'s.
 
 NOTE [The pool]. An iterator holds a table, the pool, and two lists of places in it: the rows that come next, in their
 order, and the shuffle buffer. When nothing comes next, a block of rows is read and joins the buffer, all of these are
@@ -13,12 +14,11 @@ and a permutation of NumPy's takes the place of a draw for each row. Without a b
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 import numpy as np
@@ -26,21 +26,18 @@ import pyarrow as pa
 from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rayloader.data.columns import Converter, Form, with_wide_indices, without_views
-from rayloader.data.footers import Footers
-from rayloader.data.paths import check_alike, data_files, partitioning_of, paths_of, with_columns
+from rayloader.data.columns import Converter, Form, check_alike, paths_of, plain
 from rayloader.data.rows import Row
 from rayloader.data.shuffle import whole
 from rayloader.errors import RayloaderError, StateError
 from rayloader.host.shard_info import ShardInfo, get_shard_info
 from rayloader.resume.samplers import trains_in_a_group
 
-logger = logging.getLogger("rayloader")
-
 _BLOCK = 4096  # rows that are read at a time, or as many as the shuffle buffer holds if these are more
-# Rows that are converted at a time where single rows are asked for; and if there is a `decode`, whose values are large.
-_CHUNK, _DECODED = 256, 16
+# Rows that are taken at a time where single rows are asked for.
+_CHUNK = 256
 _FOOTERS = 16  # that are read at the same time
+_OPEN = 64  # files whose footers an iterator keeps; parsing one takes 1 to 3 ms, and reading a row group 2 to 8 ms
 # Filesystems of pyarrow whose threads and connections a fork does not have.
 _LOST_BY_FORK = {"s3", "gcs", "abfs", "hdfs"}
 
@@ -60,8 +57,8 @@ class ParquetStream(_DatasetOfAny):
     rayloader's loader and torchdata's call.
 
     Args:
-        paths: a path, several, or a folder, whose files that end in `.parquet` are read, those of the folders in it
-            too; also URIs, such as `s3://bucket/folder`.
+        paths: a path, several of files, or a folder, all of whose files are read, as `pyarrow.dataset.dataset` does;
+            also URIs, such as `s3://bucket/folder`. Folders such as `day=3` give a column `day`.
         filesystem: of pyarrow, in which the paths are; None: that of the URI, or this machine's.
         columns: their names; None: all.
         filters: which rows: an expression of `pyarrow.compute`, or a list as `pyarrow.parquet.read_table` takes it.
@@ -75,8 +72,6 @@ class ParquetStream(_DatasetOfAny):
             workers, are left out; "pad": likewise, and that few rows come twice; None: row groups stay whole.
         batch_size: the stream gives batches of so many rows, made of columns, for a loader with `batch_size=None`.
             None: it gives rows.
-        on_error: what becomes of a row group that cannot be read. "raise": it is an error, and the next `next()` goes
-            on after it; "skip": it is a line in the log.
 
     Attributes:
         epoch: of which `iter()` gives the order; see `set_epoch`.
@@ -104,25 +99,19 @@ class ParquetStream(_DatasetOfAny):
         seed: int = 0,
         equal_steps: Literal["cut", "pad"] | None = None,
         batch_size: int | None = None,
-        on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
         self.shuffle_buffer = whole("shuffle_buffer", shuffle_buffer, 0, "ParquetStream")
         self.seed = whole("seed", seed, 0, "ParquetStream")
         self.batch_size = None if batch_size is None else whole("batch_size", batch_size, 1, "ParquetStream")
         if equal_steps not in (None, "cut", "pad"):
             raise ValueError(f'equal_steps must be "cut", "pad" or None, got {equal_steps!r}')
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
-        if equal_steps is not None and (filters is not None or on_error == "skip"):
-            other = "filters" if filters is not None else 'on_error="skip"'
+        if equal_steps is not None and filters is not None:
             raise ValueError(
-                f"equal_steps={equal_steps!r} counts rows before they are read, and {other} leaves some of them out; "
+                f"equal_steps={equal_steps!r} counts rows before they are read, and filters leaves some of them out; "
                 "use one of the two, and filter the files beforehand"
             )
-        self.equal_steps, self.on_error = equal_steps, on_error
-        self.epoch = 0
-        self._paths = paths_of(paths, "a ParquetStream")
-        self._filesystem = filesystem
+        self.equal_steps, self.epoch = equal_steps, 0
+        self._paths, self._filesystem = paths_of(paths, "a ParquetStream"), filesystem
         self._arguments = columns, as_, decode, fill_null
         self._filters = _expression(filters)
         self._files: _Files | None = None
@@ -151,157 +140,126 @@ class ParquetStream(_DatasetOfAny):
             )
         self._opened_in = os.getpid()
         if self._files is None:
-            filesystem, located = _located(self._paths, self._filesystem)
-            self._files = _Files.read(filesystem, located, self._arguments, self._filters)
+            self._files = _Files(self._paths, self._filesystem, self._arguments, self._filters)
         return self._files
 
 
-@dataclass(frozen=True)
 class _Files:
     """What the footers say, and how rows are read.
 
     Attributes:
-        filesystem: in which the paths are.
-        paths: of the files.
-        files: the number of the file of each row group.
-        numbers: of each row group in its file.
+        filesystem: in which the files are.
         rows: how many rows each row group has.
+        bounds: the number, among the rows of all files, of each row group's first row.
         converter: of the columns.
         filters: which rows are given.
-        needed: the columns that are read, in the schema that all files have.
-        partitions: what the names of the folders of each file say; empty if they give no column.
     """
 
-    filesystem: fs.FileSystem
-    paths: list[str]
-    files: _Array
-    numbers: _Array
-    rows: _Array
-    converter: Converter
-    filters: dataset.Expression | None
-    needed: pa.Schema
-    partitions: Sequence[dataset.Expression] = ()
-
-    @classmethod
-    def read(
-        cls,
-        filesystem: fs.FileSystem,
-        located: list[tuple[str, str]],
+    def __init__(
+        self,
+        paths: list[str],
+        filesystem: fs.FileSystem | None,
         arguments: tuple[Any, ...],
         filters: dataset.Expression | None,
-    ) -> _Files:
-        """Reads the footers."""
+    ) -> None:
+        try:
+            found = _dataset_at(paths, filesystem)
+            fragments = list(found.get_fragments())
+            with ThreadPoolExecutor(_FOOTERS, "rayloader-footers") as threads:
+                groups = list(threads.map(lambda fragment: fragment.row_groups, fragments))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"there is no file or folder for a ParquetStream at {error}") from None
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"a ParquetStream cannot read the footers of all files of {paths}: {error}") from error
+        if not fragments:
+            raise FileNotFoundError(f"a ParquetStream needs at least one file, and there is none in {paths[0]}")
+        self._schema = plain(found.schema)
+        self.converter, self.filters = Converter(self._schema, *arguments), filters
+        try:
+            if filters is not None:
+                self._schema.empty_table().filter(filters)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise ValueError(f"filters do not fit the columns {', '.join(self._schema.names)}: {error}") from None
+        first = fragments[0]
+        # Pyarrow would take a column that is missing in a file for one of nulls.
+        needed = [
+            field
+            for field in self._schema
+            if field.name in first.physical_schema.names
+            and (field.name in self.converter.schema.names or field.name in str(filters))
+        ]
+        for fragment in fragments:
+            check_alike(needed, first.path, plain(fragment.physical_schema), fragment.path)
+        self.filesystem, self._format = found.filesystem, found.format
+        self._files = [(fragment.path, fragment.partition_expression) for fragment in fragments]
+        self._groups = [(file, group.id) for file, inside in enumerate(groups) for group in inside]
+        self.rows = np.array([group.num_rows for inside in groups for group in inside], np.int64)
+        self.bounds = np.cumsum(self.rows) - self.rows
 
-        def footer(path: str) -> tuple[list[int], pa.Schema]:
-            try:
-                found = parquet.read_metadata(path, filesystem=filesystem)
-                schema = found.schema.to_arrow_schema()
-            except FileNotFoundError:
-                raise
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{path} has no footer of Parquet, it is damaged or not whole: {error}") from error
-            return [found.row_group(number).num_rows for number in range(found.num_row_groups)], schema
+    def name(self, group: int) -> str:
+        """Names a row group in an error."""
+        file, number = self._groups[group]
+        return f"row group {number} of {self._files[file][0]}"
 
-        paths, names = zip(*located, strict=True)
-        with ThreadPoolExecutor(min(_FOOTERS, len(paths)), "rayloader-footers") as threads:
-            footers = list(threads.map(footer, paths))
-        first = with_wide_indices(without_views(footers[0][1]))
-        partitioning = partitioning_of(names, first)
-        of_folders = partitioning.schema
-        needed = with_columns(first, of_folders)
-        converter = Converter(needed, *arguments)
-        for path, (_, schema) in zip(paths, footers, strict=True):
-            here = with_columns(schema, of_folders)
-            check_alike(converter.schema, paths[0], with_wide_indices(without_views(here)), path)
-            _check_filters(filters, here, path)  # which pyarrow applies to columns as they are in the file
-        return cls(
-            filesystem,
-            list(paths),
-            np.repeat(np.arange(len(paths)), [len(rows) for rows, _ in footers]),
-            np.concatenate([np.arange(len(rows)) for rows, _ in footers]),
-            np.array([count for rows, _ in footers for count in rows], np.int64),
-            converter,
-            filters,
-            needed,
-            [partitioning.parse(name) for name in names] if len(of_folders) else (),
-        )
+    def open(self, file: int) -> dataset.ParquetFileFragment:
+        """A file, whose footer is read once for all of its row groups."""
+        path, partition = self._files[file]
+        return self._format.make_fragment(path, self.filesystem, partition)
 
-    def place(self, group: int) -> tuple[int, str]:
-        """The number of a row group in its file, and the path of that."""
-        return int(self.numbers[group]), self.paths[self.files[group]]
-
-    def load(self, group: int, footers: Footers) -> pa.Table:
+    def load(self, group: int, opened: Callable[[int], dataset.ParquetFileFragment]) -> pa.Table:
         """The rows of a row group that the filters let through.
 
         Raises:
             RayloaderError: it cannot be read.
         """
-        number, path = self.place(group)
+        file, number = self._groups[group]
         try:
-            partition = self.partitions[self.files[group]] if self.partitions else None
-            fragment = footers.row_group(path, number, partition)
-            table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
-        except RayloaderError:
-            raise
+            fragment = opened(file).subset(row_group_ids=[number])
+            names = self.converter.schema.names
+            table = fragment.to_table(schema=self._schema, columns=names, filter=self.filters)
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
-            raise RayloaderError(
-                f"row group {number} of {path} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            raise RayloaderError(f"{self.name(group)} cannot be read: {type(error).__name__}: {error}") from error
         if self.filters is None and table.num_rows != self.rows[group]:
             raise RayloaderError(
-                f"row group {number} of {path} cannot be read: it has {table.num_rows} rows now, and had "
-                f"{self.rows[group]} when the stream was made; make the stream again"
+                f"{self.name(group)} cannot be read: it has {table.num_rows} rows now, and had {self.rows[group]} when "
+                "the stream was made; make the stream again"
             )
-        return table
+        return table.combine_chunks()
 
     @property
     def fingerprint(self) -> str:
         """Of the files, by their names, what their folders say, and the rows of their row groups."""
-        names = [*map(os.path.basename, self.paths), *map(str, self.partitions)]
-        content = repr((names, self.files.tolist(), self.rows.tolist(), str(self.filters)))
+        names = [(os.path.basename(path), str(partition)) for path, partition in self._files]
+        content = repr((names, self._groups, self.rows.tolist(), str(self.filters)))
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
-    def pieces(self, order: _Array, part: ShardInfo, equal_steps: str | None) -> list[tuple[int, int, int | None]]:
-        """The part of one reader: row groups, each with its first row and the one after its last; None: to its end."""
+    def pieces(self, order: _Array, part: ShardInfo, equal_steps: str | None) -> list[tuple[int, int, int]]:
+        """The part of one reader: row groups, each with its first row and the one after its last."""
         if equal_steps is None:
-            return [(int(group), 0, None) for group in order[part.index :: part.count]]
-        bounds = np.concatenate([[0], np.cumsum(self.rows[order])])
-        total = int(bounds[-1])
+            return [(group, 0, int(self.rows[group])) for group in order[part.index :: part.count].tolist()]
+        total = int(self.rows.sum())
         share = total // part.count if equal_steps == "cut" else -(-total // part.count)
         if not share:
             raise ValueError(
                 f"equal_steps={equal_steps!r} needs a row for each of the {part.count} workers of all ranks, and there "
                 f"are {total}; use fewer workers"
             )
-        pieces: list[tuple[int, int, int | None]] = []
-        at, left = part.index * share % total, share
-        while left:
-            place = int(np.searchsorted(bounds, at, "right")) - 1
-            first = at - int(bounds[place])
-            count = min(left, int(bounds[place + 1]) - at)
-            pieces.append((int(order[place]), first, first + count))
-            at, left = (at + count) % total, left - count
-        return pieces
-
-
-class _Span(NamedTuple):
-    """Rows that follow each other in a row group, and the number of the first."""
-
-    table: pa.Table
-    group: int
-    first: int
+        order = np.tile(order, 2)  # the last parts may go on with the first rows
+        ends = np.cumsum(self.rows[order])
+        begin = part.index * share % total - (ends - self.rows[order])
+        firsts, lasts = np.maximum(begin, 0), np.minimum(begin + share, self.rows[order])
+        kept = firsts < lasts
+        return list(zip(order[kept].tolist(), firsts[kept].tolist(), lasts[kept].tolist(), strict=True))
 
 
 class _Reading(Iterator[Any]):
-    """One reader's way through an epoch; see NOTE [The pool].
-
-    Attributes:
-        skipped: how many row groups were left out, because they could not be read.
-    """
+    """One reader's way through an epoch; see NOTE [The pool]."""
 
     def __init__(self, stream: ParquetStream, files: _Files, part: ShardInfo) -> None:
         self._stream, self._files, self._part = stream, files, part
-        self.skipped = 0
+        self._opened = lru_cache(_OPEN)(files.open)
+        self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
+        finalize(self, self._thread.shutdown, cancel_futures=True)
         self._begin(stream.epoch)
 
     def _begin(self, epoch: int) -> None:
@@ -310,146 +268,134 @@ class _Reading(Iterator[Any]):
         shuffles = stream.shuffle_buffer > 0
         order = np.random.default_rng([stream.seed, epoch]).permutation(groups) if shuffles else np.arange(groups)
         self._pieces = self._files.pieces(order, self._part, stream.equal_steps)
-        self._ahead = _Ahead(self._files)
+        self._tables: dict[int, Future[pa.Table]] = {}  # by the numbers of pieces
         self._piece = self._row = 0  # the next to be read: the number of the piece, and a row of it
         self._generator = np.random.default_rng([stream.seed, epoch, 1 + self._part.index])
         self._pool = self._files.converter.schema.empty_table()
-        self._groups = self._rows = np.empty(0, np.int32)  # of each row of the pool: row group, and number in it
+        self._numbers = np.empty(0, np.int64)  # of each row of the pool, among the rows of all files
         self._next = self._buffer = np.empty(0, np.int64)  # places in the pool
-        self._at = 0  # in `_next`
-        self._ready: list[Row] = []  # rows from there on, the last one first
-        self._singly = 0  # rows to convert one by one, because there is an error in one of them
+        self._ready: list[Row] = []  # the next of these, the last one first
 
     # ---- what it gives
 
     def __next__(self) -> Any:
-        return self._next_row() if self._stream.batch_size is None else self._next_batch(self._stream.batch_size)
-
-    def _next_batch(self, size: int) -> dict[str, Any]:
-        while self._coming < size and self._read_on():
+        size = self._stream.batch_size
+        while len(self._next) < (size or 1) and self._read_on():
             pass
-        count = min(size, self._coming)
-        if not count:
+        if not len(self._next):
             raise StopIteration
-        self._at += count  # whatever is raised: the next batch is another one
-        return self._files.converter.batch(self._converted(self._at - count, count))
+        if size is not None:
+            places = self._give(size)
+            return self._files.converter.decoded_batch(self._taken(places), self._namer(places))
+        if not self._ready:
+            self._ready = self._made()
+        (place,) = self._give(1)
+        # Not earlier: `decode` may draw from generators, whose states are saved.
+        return self._files.converter.decoded(self._ready.pop(), lambda: self._namer([place])(0))
 
-    def _next_row(self) -> Row:
-        while not self._ready:
-            while not self._coming:
-                if not self._read_on():
-                    raise StopIteration
-            most = _DECODED if self._files.converter.decodes else _CHUNK
-            count = 1 if self._singly else min(most, self._coming)
+    def _give(self, count: int) -> _Array:
+        """The places of the next rows; whatever is raised about these, others come next."""
+        places, self._next = np.split(self._next, [count])
+        return places
+
+    def _made(self) -> list[Row]:
+        """The next rows; only one if there is a null among them."""
+        for count in (_CHUNK, 1):
             try:
-                self._ready = self._converted(self._at, count, decodes=False).rows()[::-1]
-            except Exception:  # a null
-                if count > 1:
-                    self._singly = count
-                    continue
-                self._singly = max(0, self._singly - 1)
-                self._at += 1
-                raise
-            self._singly = max(0, self._singly - 1)
-        self._at += 1
-        row = self._ready.pop()
-        if (place := row.place) is not None:  # not earlier: `decode` may draw from generators, whose states are saved
-            self._files.converter.decode(*place, lambda _: self._name(self._next[self._at - 1]))
-        return row
+                return self._files.converter.rows(self._taken(self._next[:count]))[::-1]
+            except ValueError:
+                if count == 1:
+                    self._give(1)
+                    raise
+        return []
 
-    @property
-    def _coming(self) -> int:
-        return len(self._next) - self._at
+    def _taken(self, places: _Array) -> pa.Table:
+        converter = self._files.converter
+        return converter.ready(converter.take(self._pool, places), self._namer(places))
 
-    def _converted(self, first: int, count: int, *, decodes: bool = True) -> Any:
-        places, converter = self._next[first : first + count], self._files.converter
-        table = converter.take(self._pool, places)
-        return converter.convert(table, lambda row: self._name(places[row]), decodes=decodes)
+    def _namer(self, places: Sequence[int] | _Array) -> Callable[[int], str]:
+        """Names rows at these places of the pool in errors."""
 
-    def _name(self, place: int) -> str:
-        """Names a row of the pool."""
-        number, path = self._files.place(self._groups[place])
-        among = "" if self._files.filters is None else " among those that the filters let through"
-        return f"row {self._rows[place]}{among} of row group {number} of {path}"
+        def name(row: int) -> str:
+            number = self._numbers[places[row]]
+            group = self._group(number)
+            among = "" if self._files.filters is None else " among those that the filters let through"
+            return f"row {number - self._files.bounds[group]}{among} of {self._files.name(group)}"
+
+        return name
+
+    def _group(self, number: Any) -> Any:
+        return np.searchsorted(self._files.bounds + self._files.rows, number, "right")
 
     # ---- how it gets there
 
     def _read_on(self) -> bool:
         """Lets more rows come next; False at the end."""
-        block = self._block()
-        if not block:
-            if not len(self._buffer):
-                return False
-            rest = self._generator.permutation(self._buffer)
-            self._next, self._at, self._buffer = np.concatenate([self._next[self._at :], rest]), 0, rest[:0]
-            return True
-        coming = self._coming
-        self._keep(np.concatenate([self._next[self._at :], self._buffer]), [part.table for part in block])
-        groups = [np.full(part.table.num_rows, part.group, np.int32) for part in block]
-        rows = [np.arange(part.table.num_rows, dtype=np.int32) + part.first for part in block]
-        self._groups = np.concatenate([self._groups, *groups])
-        self._rows = np.concatenate([self._rows, *rows])
-        drawn = np.arange(coming, self._pool.num_rows)
+        tables, numbers = self._block()
+        if not tables and not len(self._buffer):
+            return False
+        kept = np.concatenate([self._next, self._buffer])
+        # Not `take` of nothing: it would cost as much as a small row group.
+        old = [self._files.converter.take(self._pool, kept)] if len(kept) else []
+        self._pool = pa.concat_tables([*old, *tables]).combine_chunks()
+        self._numbers = np.concatenate([self._numbers[kept], *numbers])
+        coming = np.arange(len(self._next))
+        drawn = np.arange(len(coming), len(self._numbers))
         if self._stream.shuffle_buffer:
             drawn = self._generator.permutation(drawn)
-        given = max(0, len(drawn) - self._stream.shuffle_buffer)
-        self._next, self._at = np.concatenate([np.arange(coming), drawn[:given]]), 0
-        self._buffer = np.sort(drawn[given:])
+        given, buffer = np.split(drawn, [max(0, len(drawn) - self._stream.shuffle_buffer) if tables else len(drawn)])
+        self._next, self._buffer = np.concatenate([coming, given]), np.sort(buffer)
         return True
 
-    def _keep(self, places: _Array, block: list[pa.Table]) -> None:
-        """Makes the pool of these places of it, and a block."""
-        kept = [self._files.converter.take(self._pool, places)] if len(places) else []
-        self._pool = pa.concat_tables([*kept, *block]).combine_chunks()
-        self._groups, self._rows = self._groups[places], self._rows[places]
-
-    def _block(self) -> list[_Span]:
-        """The next rows, none at the end.
+    def _block(self) -> tuple[list[pa.Table], list[_Array]]:
+        """The next rows and their numbers, none at the end.
 
         With a shuffle buffer they are of so many row groups as make a large block, for each block costs a look at all
         of the buffer; otherwise of one.
         """
-        parts: list[_Span] = []
+        tables: list[pa.Table] = []
+        numbers: list[_Array] = []
         left = max(_BLOCK, self._stream.shuffle_buffer)
-        while left and self._piece < len(self._pieces) and (not parts or self._stream.shuffle_buffer):
+        while left and self._piece < len(self._pieces) and (not tables or self._stream.shuffle_buffer):
             group, first, end = self._pieces[self._piece]
-            following = self._pieces[self._piece + 1][0] if self._piece + 1 < len(self._pieces) else None
             try:
-                table = self._ahead.get(group, following)
-            except RayloaderError as error:
-                if parts and self._stream.on_error == "raise":
+                table = self._table()
+            except RayloaderError:
+                if tables:
                     break  # these rows first; the next call meets the error again
                 self._piece, self._row = self._piece + 1, 0
-                if self._stream.on_error == "raise":
-                    raise
-                self.skipped += 1
-                logger.warning("rayloader: skipped a row group: %s", error)
-                continue
+                raise
             begin = first + self._row
-            count = min(left, (table.num_rows if end is None else end) - begin)
+            count = min(left, min(end, table.num_rows) - begin)
             if count > 0:
-                self._row += count
-                left -= count
-                parts.append(_Span(table.slice(begin, count), group, begin))
+                tables.append(table.slice(begin, count))
+                numbers.append(self._files.bounds[group] + np.arange(begin, begin + count))
+                self._row, left = self._row + count, left - count
             else:
                 self._piece, self._row = self._piece + 1, 0
-        if not parts:
-            self._ahead.close()
-        return parts
+        return tables, numbers
+
+    def _table(self) -> pa.Table:
+        """The row group of the next piece; that of the one after it is read meanwhile."""
+        wanted = range(len(self._pieces))[self._piece : self._piece + 2]
+        self._tables = {piece: self._tables.get(piece) or self._read(self._pieces[piece][0]) for piece in wanted}
+        return self._tables[self._piece].result()
+
+    def _read(self, group: int) -> Future[pa.Table]:
+        return self._thread.submit(self._files.load, group, self._opened)
 
     # ---- states
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the next row to be read, and the places of rows that were read and not given."""
+        """The position: the next row to be read, and the numbers of rows that were read and not given."""
         return {
             **self._must_fit(),
             "epoch": self._epoch,
             "piece": self._piece,
             "row": self._row,
-            "coming": self._runs(self._next[self._at :]),
-            "buffer": self._runs(self._buffer),
+            "next_rows": self._numbers[self._next],
+            "buffered_rows": self._numbers[self._buffer],
             "generator": self._generator.bit_generator.state,
-            "skipped": self.skipped,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -468,30 +414,30 @@ class _Reading(Iterator[Any]):
                     "make the stream, and the loader, as they were, with the same files"
                 )
         self._begin(state["epoch"])
-        self._piece, self._row, self.skipped = state["piece"], state["row"], state["skipped"]
+        self._piece, self._row = state["piece"], state["row"]
         self._generator.bit_generator.state = state["generator"]
-        coming, buffer = _places(state["coming"]), _places(state["buffer"])
-        groups, rows = np.concatenate([coming, buffer]).T
-        parts, order = [], []
-        for group in np.unique(groups):
+        self._numbers = np.concatenate([state["next_rows"], state["buffered_rows"]]).astype(np.int64)
+        groups = self._group(self._numbers)
+        parts, order = [self._pool], []
+        for group in np.unique(groups).tolist():
             places = np.flatnonzero(groups == group)
-            table = self._ahead.load(int(group))
-            if rows[places].max() >= table.num_rows:
-                number, path = self._files.place(group)
+            rows = self._numbers[places] - self._files.bounds[group]
+            reading = self._read(group)
+            table = reading.result()
+            if rows.max() >= table.num_rows:
                 raise StateError(
-                    f"the state of a ParquetStream has row {rows[places].max()} of row group {number} of {path}, and "
-                    f"the filters let {table.num_rows} rows of it through; the file is another one than it was: go on "
-                    "with the same files, or begin the epoch anew"
+                    f"the state of a ParquetStream has row {rows.max()} of {self._files.name(group)}, and the filters "
+                    f"let {table.num_rows} rows of it through; the file is another one than it was: go on with the "
+                    "same files, or begin the epoch anew"
                 )
-            parts.append(self._files.converter.take(table.combine_chunks(), rows[places]))
+            parts.append(self._files.converter.take(table, rows))
             order.append(places)
             if self._piece < len(self._pieces) and self._pieces[self._piece][0] == group:
-                self._ahead.hold(int(group), table)
-        if parts:
-            back = np.argsort(np.concatenate(order))
-            self._pool = self._files.converter.take(pa.concat_tables(parts).combine_chunks(), back)
-        self._groups, self._rows = groups, rows
-        self._next, self._buffer = np.split(np.arange(len(groups)), [len(coming)])
+                self._tables = {self._piece: reading}  # not read again
+        self._pool = pa.concat_tables(parts).combine_chunks()
+        if order:
+            self._pool = self._files.converter.take(self._pool, np.argsort(np.concatenate(order)))
+        self._next, self._buffer = np.split(np.arange(len(groups)), [len(state["next_rows"])])
 
     def _must_fit(self) -> dict[str, Any]:
         stream, part = self._stream, self._part
@@ -502,52 +448,6 @@ class _Reading(Iterator[Any]):
             "seed": stream.seed,
             "equal_steps": stream.equal_steps,
         }
-
-    def _runs(self, places: _Array) -> _Array:
-        """Rows at these places of the pool, as runs: row group, first row, and how many follow each other."""
-        groups, rows = self._groups[places], self._rows[places]
-        begins = np.flatnonzero(np.diff(groups, prepend=-1) | (np.diff(rows, prepend=-1) != 1))
-        lengths = np.diff(begins, append=len(places))
-        return np.stack([groups[begins], rows[begins], lengths], 1).astype(np.int32)
-
-
-def _places(runs: Any) -> _Array:
-    """Row group and number of each row, from `_runs`."""
-    groups, firsts, lengths = np.asarray(runs, np.int32).reshape(-1, 3).T
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.stack([np.repeat(groups, lengths), np.repeat(firsts, lengths) + within], 1).astype(np.int32)
-
-
-class _Ahead:
-    """Reads row groups, and in a thread the one that comes after that which is asked for."""
-
-    def __init__(self, files: _Files) -> None:
-        self._files, self._footers = files, Footers(files.filesystem)
-        self._held: tuple[int, pa.Table] | None = None
-        self._coming: tuple[int, Future[pa.Table]] | None = None
-        self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
-        self.close = finalize(self, self._thread.shutdown, wait=True, cancel_futures=True)
-
-    def get(self, group: int, following: int | None) -> pa.Table:
-        """A row group; `following` will be asked for next."""
-        if self._held is None or self._held[0] != group:
-            self._held = None
-            coming = self._coming if self._coming is not None and self._coming[0] == group else self._begin(group)
-            self._coming = None if following is None else self._begin(following)
-            self.hold(group, coming[1].result())
-        assert self._held is not None
-        return self._held[1]
-
-    def load(self, group: int) -> pa.Table:
-        """A row group, which need not come next."""
-        return self._begin(group)[1].result()
-
-    def hold(self, group: int, table: pa.Table) -> None:
-        """Keeps a row group that was read, to be asked for next."""
-        self._held = group, table
-
-    def _begin(self, group: int) -> tuple[int, Future[pa.Table]]:
-        return group, self._thread.submit(self._files.load, group, self._footers)
 
 
 def _part_of_the_reader(has_ranks: bool) -> ShardInfo:
@@ -561,32 +461,15 @@ def _part_of_the_reader(has_ranks: bool) -> ShardInfo:
         return ShardInfo(worker.id, worker.num_workers, 0, 1, worker.id, worker.num_workers)
 
 
-def _located(paths: list[str], filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, list[tuple[str, str]]]:
-    """The filesystem, and the paths of the files in it, each with its name in the folder that was given."""
-    files: list[tuple[str, str]] = []
-    for path in paths:
-        if filesystem is not None and "://" not in path:
-            here, inner = filesystem, path
-        else:
-            here, inner = fs.FileSystem.from_uri(path if "://" in path else os.path.abspath(path))
-        filesystem = here if filesystem is None else filesystem
-        if not filesystem.equals(here):
-            raise ValueError(
-                f"all paths must be in one filesystem, got {path} and others in {filesystem.type_name}; read them by "
-                "two streams, or give the filesystem and paths in it"
-            )
-        files += _files_at(filesystem, inner)
-    return filesystem, files
-
-
-def _files_at(filesystem: fs.FileSystem, path: str) -> list[tuple[str, str]]:
-    found = filesystem.get_file_info(path)
-    if found.type == fs.FileType.NotFound:
-        raise FileNotFoundError(f"there is no file or folder {path} for a ParquetStream")
-    if found.type != fs.FileType.Directory:
-        return [(path, os.path.basename(path))]
-    inside = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
-    return data_files(path, [one.path for one in inside if one.is_file], (".parquet",))
+def _dataset_at(paths: list[str], filesystem: fs.FileSystem | None) -> dataset.FileSystemDataset:
+    """The files as a dataset of pyarrow's, which knows the schema of the first one and the names of Hive's folders."""
+    if filesystem is None and "://" in paths[0]:
+        filesystem = fs.FileSystem.from_uri(paths[0])[0]
+        paths = [filesystem.from_uri(path)[1] for path in paths]
+    options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
+    kind = dataset.ParquetFileFormat(default_fragment_scan_options=options)
+    given = paths if len(paths) > 1 else paths[0]
+    return dataset.dataset(given, format=kind, filesystem=filesystem, partitioning="hive")
 
 
 def _expression(filters: Any) -> dataset.Expression | None:
@@ -599,11 +482,3 @@ def _expression(filters: Any) -> dataset.Expression | None:
             f"filters must be an expression of pyarrow.compute, or a list such as [('year', '>', 2020)], got "
             f"{filters!r:.200}: {error}"
         ) from None
-
-
-def _check_filters(filters: dataset.Expression | None, schema: pa.Schema, path: str) -> None:
-    if filters is not None:
-        try:
-            schema.empty_table().filter(filters)
-        except (pa.ArrowException, TypeError, ValueError) as error:
-            raise ValueError(f"filters do not fit the columns {', '.join(schema.names)} of {path}: {error}") from None

@@ -19,7 +19,6 @@ import rayloader
 from arrow_tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, source_of, tree
 from rayloader import ParquetStream, RayloaderError, StateError
 from rayloader.data import parquet as module
-from rayloader.data.footers import Footers
 from rayloader.host.shard_info import Reader
 from rayloader.plain_state import pack, unpack
 
@@ -127,7 +126,7 @@ def test_filters_must_fit_all_files(tmp_path):
     """Pyarrow would take a column that is missing in a file for one of nulls, and leave out all rows of the file."""
     parquet.write_table(pa.table({"i": [1], "y": [1]}), tmp_path / "1.parquet")
     parquet.write_table(pa.table({"i": [2]}), tmp_path / "2.parquet")
-    with pytest.raises(ValueError, match=r"filters do not fit the columns i of .*2\.parquet"):
+    with pytest.raises(ValueError, match=r"column 'y' is int64 in .*, and .*2\.parquet has none"):
         ParquetStream(tmp_path, columns=["i"], filters=[("y", ">", 0)])
 
 
@@ -207,17 +206,8 @@ def test_filters_of_hives_folders(tmp_path):
         expected = parquet.read_table(tmp_path, filters=filters)["i"].to_pylist()
         assert sorted(numbers(ParquetStream(tmp_path, filters=filters))) == sorted(expected)
         assert sorted(numbers(ParquetStream(tmp_path, columns=["i"], filters=filters))) == sorted(expected)
-    with pytest.raises(ValueError, match="filters do not fit the columns i, t, day, h of"):
+    with pytest.raises(ValueError, match="filters do not fit the columns i, t, day, h: "):
         ParquetStream(tmp_path, filters=[("day", ">", "a")])
-
-
-def test_a_column_of_files_and_of_their_folders(tmp_path):
-    """As pyarrow has it, of the folder; where pyarrow refuses, it is that of the files, as without such folders."""
-    for number, kind in enumerate((pa.int32(), pa.int64(), pa.string())):
-        column = pa.array([5, 6]).cast(kind)
-        folder = tree(tmp_path / str(number), ["day=3/a.parquet"], pa.table({"day": column, "i": [0, 1]}))
-        (batch,) = ParquetStream(folder, batch_size=9, as_="arrow")
-        assert batch["day"].to_pylist() == ([3, 3] if kind == pa.int32() else column.to_pylist())
 
 
 def test_a_state_of_other_folders_is_refused(tmp_path):
@@ -269,7 +259,8 @@ def test_all_parts_together_are_the_whole(folder, shuffle_buffer, count):
 )
 def test_equal_steps_of_any_row_groups(groups, count, equal_steps, seed):
     rows = np.array([size for sizes in groups for size in sizes])
-    files = module._Files(None, [], rows, rows, rows, None, None, None)
+    files = object.__new__(module._Files)
+    files.rows = rows
     order = np.random.default_rng(seed).permutation(len(rows))
     total = int(rows.sum())
     share = total // count if equal_steps == "cut" else -(-total // count)
@@ -404,10 +395,10 @@ def test_the_size_of_a_state_is_that_of_the_buffer(folder):
     iterator = iter(ParquetStream(folder))
     next(iterator)
     state = iterator.state_dict()
-    assert (len(state["coming"]), len(state["buffer"])) == (1, 0)
+    assert (len(state["next_rows"]), len(state["buffered_rows"])) == (6, 0)
     iterator = iter(ParquetStream(folder, shuffle_buffer=10))
     next(iterator)
-    assert len(iterator.state_dict()["buffer"]) <= 10
+    assert len(iterator.state_dict()["buffered_rows"]) <= 10
 
 
 def test_a_state_of_something_else_is_refused(folder, tmp_path):
@@ -446,6 +437,7 @@ def test_a_state_whose_rows_the_filters_let_through_no_more_is_refused(tmp_path)
         iter(stream()).load_state_dict(state)
 
 
+ENDS = np.cumsum([rows for groups in GROUPS for rows in groups])
 READERS = [
     {},
     {"shuffle_buffer": 4},
@@ -472,7 +464,8 @@ def test_resuming_reads_no_row_group_before_the_position_but_those_of_rows_that_
             resumed = iter(ParquetStream(folder, **arguments))
             loaded.clear()
             resumed.load_state_dict(state)
-            kept = sorted({row[0] for row in [*state["coming"].tolist(), *state["buffer"].tolist()]})
+            rows = np.concatenate([state["next_rows"], state["buffered_rows"]])
+            kept = sorted({int(np.searchsorted(ENDS, row, "right")) for row in rows})
             assert loaded == kept
             list(resumed)
             to_come = pieces[state["piece"] :]
@@ -512,18 +505,6 @@ def test_a_row_group_that_cannot_be_read_is_named_and_the_rest_comes(tmp_path, b
     assert error.startswith(f"row group 1 of {path} cannot be read: ")
 
 
-@pytest.mark.parametrize("shuffle_buffer", [0, 10])
-def test_a_row_group_that_cannot_be_read_is_skipped_counted_and_told(tmp_path, shuffle_buffer, caplog):
-    stream = ParquetStream(write(tmp_path), shuffle_buffer=shuffle_buffer, on_error="skip")
-    damaged(tmp_path, 1)
-    iterator = iter(stream)
-    assert iterator.skipped == 0
-    assert sorted(numbers(iterator)) == [i for i in range(100) if i not in LOST]
-    assert iterator.skipped == iterator.state_dict()["skipped"] == 1
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "rayloader"]
-    assert line.startswith("rayloader: skipped a row group: row group 1 of ")
-
-
 def test_a_file_that_is_another_one_now_is_an_error(tmp_path):
     stream = ParquetStream(write(tmp_path))
     write(tmp_path, [[7, 21, 1], [30], [5, 5, 11, 20, 1]])
@@ -547,7 +528,6 @@ def test_a_null_is_an_error_of_its_row_alone(tmp_path):
             break
         except ValueError as error:
             errors.append(str(error))
-            assert iterator.state_dict()["skipped"] == 0
     assert found == [0, 1, 2, 4, 5] * 2
     assert len(errors) == 4
     assert errors[0].startswith(f"column 'i' is null in row 3 of row group 0 of {tmp_path}/0.parquet, and there is no")
@@ -579,7 +559,7 @@ HIDDEN = ("_temporary/0/x.parquet", "a/.checkpoints/x.parquet")
 
 
 def test_a_folder_is_read_with_the_folders_in_it(tmp_path):
-    for name in ("b/x.parquet", "a/x.parquet", "a/_x.parquet", "a/.x.parquet", "c.parquet", "a/x.txt", *HIDDEN):
+    for name in ("b/x.parquet", "a/x.parquet", "a/_x.parquet", "a/.x.parquet", "c.parquet", *HIDDEN):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(pa.table({"p": [name]}), tmp_path / name)
     assert [row["p"] for row in ParquetStream(tmp_path)] == ["a/x.parquet", "b/x.parquet", "c.parquet"]
@@ -588,13 +568,13 @@ def test_a_folder_is_read_with_the_folders_in_it(tmp_path):
 def test_paths_elsewhere_are_looked_at_when_they_are_read(folder):
     """By pyarrow's filesystem for tests, in memory."""
     stream = ParquetStream("mock:///nowhere")
-    with pytest.raises(FileNotFoundError, match="there is no file or folder nowhere for a ParquetStream"):
+    with pytest.raises(FileNotFoundError, match="there is no file or folder for a ParquetStream at nowhere"):
         iter(stream)
     memory = fs._MockFileSystem()
     memory.create_dir("files")
     fs.copy_files(str(folder), "files", fs.LocalFileSystem(), memory)
     assert numbers(ParquetStream("files", filesystem=memory)) == list(range(100))
-    with pytest.raises(ValueError, match=r"all paths must be in one filesystem, got .* and others in local"):
+    with pytest.raises(ValueError, match=r"Expected a local filesystem path, got a URI: 'mock:///x'"):
         iter(ParquetStream([folder, "mock:///x"]))
 
 
@@ -614,7 +594,7 @@ def test_a_filesystem_that_a_fork_would_lose_is_refused_there(folder, monkeypatc
 def test_a_truncated_file_is_named(tmp_path, size):
     write(tmp_path)
     os.truncate(tmp_path / "1.parquet", size)
-    with pytest.raises(ValueError, match=r"1\.parquet has no footer of Parquet, it is damaged or not whole"):
+    with pytest.raises(ValueError, match=r"cannot read the footers of all files of .*1\.parquet"):
         ParquetStream(tmp_path)
 
 
@@ -636,15 +616,13 @@ REFUSED = [
     (TypeError, "a ParquetStream takes paths, of type str or pathlib.Path, got 3", {"paths": 3}),
     (TypeError, "a ParquetStream takes paths, of type str", {"paths": [3]}),
     (ValueError, "a ParquetStream needs at least one file, got an empty list", {"paths": []}),
-    (FileNotFoundError, "there is no file or folder .*nowhere", {"paths": "nowhere"}),
-    (FileNotFoundError, r"the folder .* has no file that ends in \.parquet", {"paths": "."}),
+    (FileNotFoundError, "there is no file or folder for a ParquetStream at .*nowhere", {"paths": "nowhere"}),
+    (FileNotFoundError, "a ParquetStream needs at least one file, and there is none in ", {"paths": "."}),
     (ValueError, "shuffle_buffer of a ParquetStream must be a whole number >= 0, got -1", {"shuffle_buffer": -1}),
     (ValueError, "shuffle_buffer of a ParquetStream must be a whole number >= 0, got True", {"shuffle_buffer": True}),
     (ValueError, "seed of a ParquetStream must be a whole number >= 0, got None", {"seed": None}),
     (ValueError, "batch_size of a ParquetStream must be a whole number >= 1, got 0", {"batch_size": 0}),
     (ValueError, 'equal_steps must be "cut", "pad" or None, got True', {"equal_steps": True}),
-    (ValueError, 'on_error must be "raise" or "skip", got None', {"on_error": None}),
-    (ValueError, "equal_steps='cut' counts rows before", {"equal_steps": "cut", "on_error": "skip"}),
     (ValueError, "equal_steps='pad' counts rows before", {"equal_steps": "pad", "filters": [("i", ">", 1)]}),
     (ValueError, "filters must be an expression", {"filters": "i > 3"}),
     (ValueError, "filters do not fit the columns i, t", {"filters": [("y", ">", 1)]}),
@@ -678,8 +656,6 @@ def test_views_of_text_become_text(tmp_path):
     parquet.write_table(table.slice(1), tmp_path / "y.parquet")
     stream = ParquetStream(tmp_path, filters=[("i", "<", 2)], shuffle_buffer=2)
     assert sorted(row["t"] for row in stream) == ["a", *["b" * 20] * 2]
-    with pytest.raises(ValueError, match="filters do not fit the columns i, t of"):  # pyarrow cannot compare views
-        ParquetStream(tmp_path, filters=[("t", "!=", "c")])
 
 
 def test_files_without_rows(tmp_path):
@@ -704,48 +680,4 @@ def test_small_row_groups_make_large_blocks_for_a_shuffle_buffer(tmp_path, monke
     block = reading._block
     reading._block = lambda: blocks.append(block()) or blocks[-1]
     assert sorted(row["x"].item() for row in reading) == list(range(1000))
-    assert [sum(part.table.num_rows for part in parts) for parts in blocks if parts] == [200] * 5
-
-
-# ---- footers
-
-
-def kept(footers):
-    """The names of the files whose footers are kept, the one that was used last at the end."""
-    return [os.path.basename(path) for path in footers._kept]
-
-
-def test_a_footer_is_parsed_once_for_all_row_groups_of_a_file(folder):
-    footers = Footers(fs.LocalFileSystem())
-    path = f"{folder}/2.parquet"
-    assert [footers.row_group(path, number).to_table().num_rows for number in range(5)] == GROUPS[2]
-    file = footers._kept[path].file
-    footers.row_group(path, 0)
-    assert footers._kept[path].file is file
-
-
-def test_footers_are_kept_within_their_bytes(folder, monkeypatch):
-    sizes = [parquet.read_metadata(folder / f"{number}.parquet").serialized_size for number in range(3)]
-    monkeypatch.setattr("rayloader.data.footers._KEPT_BYTES", sizes[0])
-    footers, seen = Footers(fs.LocalFileSystem()), []
-    for number in (0, 2, 0, 1, 0):
-        footers.row_group(f"{folder}/{number}.parquet", 0)
-        seen.append(kept(footers))
-    first, second, third = "0.parquet", "1.parquet", "2.parquet"
-    assert sizes[1] < sizes[0] < sizes[2]
-    assert seen == [[first], [first, third], [first], [first, second], [second, first]]
-    monkeypatch.setattr("rayloader.data.footers._KEPT_BYTES", 0)
-    footers.row_group(f"{folder}/2.parquet", 0)
-    assert kept(footers) == [third]
-
-
-def test_a_file_that_is_replaced_while_it_is_read_is_an_error(tmp_path):
-    """Its row groups have as many rows, so that only its size and time tell."""
-    iterator = iter(ParquetStream(write(tmp_path, [[20] * 5])))
-    assert numbers(itertools.islice(iterator, 10)) == list(range(10))
-    (tmp_path / "new").mkdir()
-    table = pa.table({"i": range(1000, 1100), "t": ["text"] * 100}, SCHEMA)
-    parquet.write_table(table, tmp_path / "new" / "0.parquet", row_group_size=20, compression="zstd")
-    os.replace(tmp_path / "new" / "0.parquet", tmp_path / "0.parquet")
-    with pytest.raises(RayloaderError, match=r"0\.parquet was replaced while it is read"):
-        list(iterator)
+    assert [sum(table.num_rows for table in tables) for tables, _ in blocks if tables] == [200] * 5
