@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from pyarrow import types
-from torch.utils.data import default_collate
 from torch.utils.dlpack import from_dlpack
 
 from rayloader.data.rows import Chunk, Row, item
@@ -163,17 +161,6 @@ class Converter:
     def batch(self, table: pa.Table) -> dict[str, Any]:
         """The columns of a table that is ready, as the default collate gives them."""
         return {name: _collated(column) for name, column in self.columns(table).items()}
-
-    def decoded_batch(self, table: pa.Table, name_row: Callable[[int], str]) -> dict[str, Any]:
-        """The same after the user's functions; but arrays of NumPy's, and what is decoded beside such, stay."""
-        columns = self.columns(table)
-        for index in range(table.num_rows if self.decodes else 0):
-            row = self.decoded(Row({name: columns[name][index] for name in self.decodes}), partial(name_row, index))
-            for name, value in row.items():
-                columns[name][index] = value
-        for name in self.decodes if self._form == "tensors" else ():
-            columns[name] = default_collate(columns[name])
-        return columns
 
     def columns(self, table: pa.Table) -> dict[str, Any]:
         """Of a table that is ready; each a tensor, an array of NumPy's or of Arrow's, a list, or a dict of a struct."""

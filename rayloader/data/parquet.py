@@ -1,14 +1,9 @@
 """A stream of the rows of Parquet files, divided among ranks and workers: `ParquetStream`.
 
 Promise: the parts of all workers of all ranks together are the whole, each row once, unless equal steps were asked
-for. Order and parts depend on the files, the arguments and the epoch alone. The state of an iterator holds places of
-rows, no rows, and loading it reads the row groups in which these lie and nothing before them. Which files there are,
-their columns and what of a row group is read is `pyarrow.dataset`'s.
-
-NOTE [The pool]. An iterator holds a table, the pool, and two lists of places in it: the rows that come next, in their
-order, and the shuffle buffer. When nothing comes next, a block of rows is read and joins the buffer, all of these are
-permuted, and as many as the buffer cannot hold come next. So each row is drawn from those of the buffer and a block,
-and a permutation of NumPy's takes the place of a draw for each row. Without a buffer the block comes next as it is.
+for. Order and parts depend on the files, the arguments and the epoch alone. The state of an iterator is a position, and
+going on from it reads nothing before its row group. Which files there are, their columns and what of a row group is
+read is `pyarrow.dataset`'s.
 """
 
 from __future__ import annotations
@@ -33,9 +28,8 @@ from rayloader.errors import RayloaderError, StateError
 from rayloader.host.shard_info import ShardInfo, get_shard_info
 from rayloader.resume.samplers import trains_in_a_group
 
-_BLOCK = 4096  # rows that are read at a time, or as many as the shuffle buffer holds if these are more
-# Rows that are taken at a time where single rows are asked for.
-_CHUNK = 256
+# Rows that are converted at once: some of them, in a ShuffleBuffer, keep the memory of all.
+_CHUNK_BYTES = 256 << 10
 _FOOTERS = 16  # that are read at the same time
 _OPEN = 64  # files whose footers an iterator keeps; parsing one takes 1 to 3 ms, and reading a row group 2 to 8 ms
 # Filesystems of pyarrow whose threads and connections a fork does not have.
@@ -65,13 +59,10 @@ class ParquetStream(_DatasetOfAny):
         as_: "tensors", "numpy" or "arrow", as for `ArrowDataset`; so are `decode` and `fill_null`.
         decode: functions by names of columns.
         fill_null: what stands for a null, by names of columns.
-        shuffle_buffer: of how many rows, at least, each worker draws the next one; the row groups then come in another
-            order in each epoch. 0: all in the order of the files.
-        seed: of the shuffled order.
+        shuffle: the row groups come in another order in each epoch. A `ShuffleBuffer` mixes their rows.
+        seed: of that order.
         equal_steps: "cut": all workers give the same number of rows, and a few rows of the epoch, fewer than there are
             workers, are left out; "pad": likewise, and that few rows come twice; None: row groups stay whole.
-        batch_size: the stream gives batches of so many rows, made of columns, for a loader with `batch_size=None`.
-            None: it gives rows.
 
     Attributes:
         epoch: of which `iter()` gives the order; see `set_epoch`.
@@ -95,14 +86,11 @@ class ParquetStream(_DatasetOfAny):
         as_: Form = "tensors",
         decode: Mapping[str, Callable[[Any], Any]] | None = None,
         fill_null: Mapping[str, Any] | None = None,
-        shuffle_buffer: int = 0,
+        shuffle: bool = False,
         seed: int = 0,
         equal_steps: Literal["cut", "pad"] | None = None,
-        batch_size: int | None = None,
     ) -> None:
-        self.shuffle_buffer = whole("shuffle_buffer", shuffle_buffer, 0, "ParquetStream")
         self.seed = whole("seed", seed, 0, "ParquetStream")
-        self.batch_size = None if batch_size is None else whole("batch_size", batch_size, 1, "ParquetStream")
         if equal_steps not in (None, "cut", "pad"):
             raise ValueError(f'equal_steps must be "cut", "pad" or None, got {equal_steps!r}')
         if equal_steps is not None and filters is not None:
@@ -110,7 +98,7 @@ class ParquetStream(_DatasetOfAny):
                 f"equal_steps={equal_steps!r} counts rows before they are read, and filters leaves some of them out; "
                 "use one of the two, and filter the files beforehand"
             )
-        self.equal_steps, self.epoch = equal_steps, 0
+        self.shuffle, self.equal_steps, self.epoch = bool(shuffle), equal_steps, 0
         self._paths, self._filesystem = paths_of(paths, "a ParquetStream"), filesystem
         self._arguments = columns, as_, decode, fill_null
         self._filters = _expression(filters)
@@ -125,7 +113,7 @@ class ParquetStream(_DatasetOfAny):
         """Sets the epoch, on which the shuffled order depends; `DataLoader.set_epoch` calls it."""
         self.epoch = whole("epoch", epoch, 0, "ParquetStream")
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Row]:
         return _Reading(self, self._open(), _part_of_the_reader(self._has_ranks))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,7 +138,6 @@ class _Files:
     Attributes:
         filesystem: in which the files are.
         rows: how many rows each row group has.
-        bounds: the number, among the rows of all files, of each row group's first row.
         converter: of the columns.
         filters: which rows are given.
     """
@@ -194,7 +181,6 @@ class _Files:
         self._files = [(fragment.path, fragment.partition_expression) for fragment in fragments]
         self._groups = [(file, group.id) for file, inside in enumerate(groups) for group in inside]
         self.rows = np.array([group.num_rows for inside in groups for group in inside], np.int64)
-        self.bounds = np.cumsum(self.rows) - self.rows
 
     def name(self, group: int) -> str:
         """Names a row group in an error."""
@@ -252,128 +238,64 @@ class _Files:
         return list(zip(order[kept].tolist(), firsts[kept].tolist(), lasts[kept].tolist(), strict=True))
 
 
-class _Reading(Iterator[Any]):
-    """One reader's way through an epoch; see NOTE [The pool]."""
+class _Reading(Iterator[Row]):
+    """One reader's way through an epoch."""
 
     def __init__(self, stream: ParquetStream, files: _Files, part: ShardInfo) -> None:
         self._stream, self._files, self._part = stream, files, part
         self._opened = lru_cache(_OPEN)(files.open)
         self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
         finalize(self, self._thread.shutdown, cancel_futures=True)
-        self._begin(stream.epoch)
+        self._go_to(stream.epoch, 0, 0)
 
-    def _begin(self, epoch: int) -> None:
+    def _go_to(self, epoch: int, piece: int, row: int) -> None:
         stream, groups = self._stream, len(self._files.rows)
-        self._epoch = epoch
-        shuffles = stream.shuffle_buffer > 0
-        order = np.random.default_rng([stream.seed, epoch]).permutation(groups) if shuffles else np.arange(groups)
+        order = np.arange(groups)
+        if stream.shuffle:
+            order = np.random.default_rng([stream.seed, epoch]).permutation(groups)
         self._pieces = self._files.pieces(order, self._part, stream.equal_steps)
+        self._epoch, self._piece, self._row = epoch, piece, row  # the next row, of those of this piece
         self._tables: dict[int, Future[pa.Table]] = {}  # by the numbers of pieces
-        self._piece = self._row = 0  # the next to be read: the number of the piece, and a row of it
-        self._generator = np.random.default_rng([stream.seed, epoch, 1 + self._part.index])
-        self._pool = self._files.converter.schema.empty_table()
-        self._numbers = np.empty(0, np.int64)  # of each row of the pool, among the rows of all files
-        self._next = self._buffer = np.empty(0, np.int64)  # places in the pool
-        self._ready: list[Row] = []  # the next of these, the last one first
+        self._ready: list[Row] = []  # the next rows, the last one first
 
-    # ---- what it gives
-
-    def __next__(self) -> Any:
-        size = self._stream.batch_size
-        while len(self._next) < (size or 1) and self._read_on():
-            pass
-        if not len(self._next):
-            raise StopIteration
-        if size is not None:
-            places = self._give(size)
-            return self._files.converter.decoded_batch(self._taken(places), self._namer(places))
-        if not self._ready:
+    def __next__(self) -> Row:
+        while not self._ready:
+            if self._piece == len(self._pieces):
+                raise StopIteration
             self._ready = self._made()
-        (place,) = self._give(1)
+        place, self._row = self._row, self._row + 1
         # Not earlier: `decode` may draw from generators, whose states are saved.
-        return self._files.converter.decoded(self._ready.pop(), lambda: self._namer([place])(0))
-
-    def _give(self, count: int) -> _Array:
-        """The places of the next rows; whatever is raised about these, others come next."""
-        places, self._next = np.split(self._next, [count])
-        return places
+        return self._files.converter.decoded(self._ready.pop(), lambda: self._name(place))
 
     def _made(self) -> list[Row]:
-        """The next rows; only one if there is a null among them."""
-        for count in (_CHUNK, 1):
+        """The next rows, only one if there is a null among them; none where a piece ends, after which the next is."""
+        _, first, end = self._pieces[self._piece]
+        try:
+            table = self._table()
+        except RayloaderError:
+            self._piece, self._row = self._piece + 1, 0
+            raise
+        rest = table.slice(first + self._row, max(0, end - first - self._row))
+        if not rest.num_rows:
+            self._piece, self._row = self._piece + 1, 0
+            return []
+        converter, fitting = self._files.converter, _CHUNK_BYTES * rest.num_rows // max(1, rest.nbytes)
+        for count in (max(1, min(rest.num_rows, fitting)), 1):
             try:
-                return self._files.converter.rows(self._taken(self._next[:count]))[::-1]
+                # In memory of its own: a row must not keep all of its row group.
+                taken = converter.take(rest, np.arange(count))
+                return converter.rows(converter.ready(taken, lambda row: self._name(self._row + row)))[::-1]
             except ValueError:
                 if count == 1:
-                    self._give(1)
+                    self._row += 1
                     raise
         return []
 
-    def _taken(self, places: _Array) -> pa.Table:
-        converter = self._files.converter
-        return converter.ready(converter.take(self._pool, places), self._namer(places))
-
-    def _namer(self, places: Sequence[int] | _Array) -> Callable[[int], str]:
-        """Names rows at these places of the pool in errors."""
-
-        def name(row: int) -> str:
-            number = self._numbers[places[row]]
-            group = self._group(number)
-            among = "" if self._files.filters is None else " among those that the filters let through"
-            return f"row {number - self._files.bounds[group]}{among} of {self._files.name(group)}"
-
-        return name
-
-    def _group(self, number: Any) -> Any:
-        return np.searchsorted(self._files.bounds + self._files.rows, number, "right")
-
-    # ---- how it gets there
-
-    def _read_on(self) -> bool:
-        """Lets more rows come next; False at the end."""
-        tables, numbers = self._block()
-        if not tables and not len(self._buffer):
-            return False
-        kept = np.concatenate([self._next, self._buffer])
-        # Not `take` of nothing: it would cost as much as a small row group.
-        old = [self._files.converter.take(self._pool, kept)] if len(kept) else []
-        self._pool = pa.concat_tables([*old, *tables]).combine_chunks()
-        self._numbers = np.concatenate([self._numbers[kept], *numbers])
-        coming = np.arange(len(self._next))
-        drawn = np.arange(len(coming), len(self._numbers))
-        if self._stream.shuffle_buffer:
-            drawn = self._generator.permutation(drawn)
-        given, buffer = np.split(drawn, [max(0, len(drawn) - self._stream.shuffle_buffer) if tables else len(drawn)])
-        self._next, self._buffer = np.concatenate([coming, given]), np.sort(buffer)
-        return True
-
-    def _block(self) -> tuple[list[pa.Table], list[_Array]]:
-        """The next rows and their numbers, none at the end.
-
-        With a shuffle buffer they are of so many row groups as make a large block, for each block costs a look at all
-        of the buffer; otherwise of one.
-        """
-        tables: list[pa.Table] = []
-        numbers: list[_Array] = []
-        left = max(_BLOCK, self._stream.shuffle_buffer)
-        while left and self._piece < len(self._pieces) and (not tables or self._stream.shuffle_buffer):
-            group, first, end = self._pieces[self._piece]
-            try:
-                table = self._table()
-            except RayloaderError:
-                if tables:
-                    break  # these rows first; the next call meets the error again
-                self._piece, self._row = self._piece + 1, 0
-                raise
-            begin = first + self._row
-            count = min(left, min(end, table.num_rows) - begin)
-            if count > 0:
-                tables.append(table.slice(begin, count))
-                numbers.append(self._files.bounds[group] + np.arange(begin, begin + count))
-                self._row, left = self._row + count, left - count
-            else:
-                self._piece, self._row = self._piece + 1, 0
-        return tables, numbers
+    def _name(self, row: int) -> str:
+        """Names a row of the piece in errors."""
+        group, first, _ = self._pieces[self._piece]
+        among = "" if self._files.filters is None else " among those that the filters let through"
+        return f"row {first + row}{among} of {self._files.name(group)}"
 
     def _table(self) -> pa.Table:
         """The row group of the next piece; that of the one after it is read meanwhile."""
@@ -384,26 +306,15 @@ class _Reading(Iterator[Any]):
     def _read(self, group: int) -> Future[pa.Table]:
         return self._thread.submit(self._files.load, group, self._opened)
 
-    # ---- states
-
     def state_dict(self) -> dict[str, Any]:
-        """The position: the next row to be read, and the numbers of rows that were read and not given."""
-        return {
-            **self._must_fit(),
-            "epoch": self._epoch,
-            "piece": self._piece,
-            "row": self._row,
-            "next_rows": self._numbers[self._next],
-            "buffered_rows": self._numbers[self._buffer],
-            "generator": self._generator.bit_generator.state,
-        }
+        """The position: the next row, in the reader's part of the epoch."""
+        return {**self._must_fit(), "epoch": self._epoch, "piece": self._piece, "row": self._row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state; reads the row groups of rows that were read and not given.
+        """Continues from a state.
 
         Raises:
-            StateError: the state is of another stream, or of another part of it, or a file has changed.
-            RayloaderError: such a row group cannot be read.
+            StateError: the state is of another stream, or of another part of it.
         """
         if not isinstance(state, Mapping) or not self.state_dict().keys() <= state.keys():
             raise StateError(f"this is not a state of a ParquetStream's iterator: {state!r:.200}")
@@ -413,41 +324,12 @@ class _Reading(Iterator[Any]):
                     f"the state of a ParquetStream was saved with {name}={state[name]!r}, and here it is {here!r}; "
                     "make the stream, and the loader, as they were, with the same files"
                 )
-        self._begin(state["epoch"])
-        self._piece, self._row = state["piece"], state["row"]
-        self._generator.bit_generator.state = state["generator"]
-        self._numbers = np.concatenate([state["next_rows"], state["buffered_rows"]]).astype(np.int64)
-        groups = self._group(self._numbers)
-        parts, order = [self._pool], []
-        for group in np.unique(groups).tolist():
-            places = np.flatnonzero(groups == group)
-            rows = self._numbers[places] - self._files.bounds[group]
-            reading = self._read(group)
-            table = reading.result()
-            if rows.max() >= table.num_rows:
-                raise StateError(
-                    f"the state of a ParquetStream has row {rows.max()} of {self._files.name(group)}, and the filters "
-                    f"let {table.num_rows} rows of it through; the file is another one than it was: go on with the "
-                    "same files, or begin the epoch anew"
-                )
-            parts.append(self._files.converter.take(table, rows))
-            order.append(places)
-            if self._piece < len(self._pieces) and self._pieces[self._piece][0] == group:
-                self._tables = {self._piece: reading}  # not read again
-        self._pool = pa.concat_tables(parts).combine_chunks()
-        if order:
-            self._pool = self._files.converter.take(self._pool, np.argsort(np.concatenate(order)))
-        self._next, self._buffer = np.split(np.arange(len(groups)), [len(state["next_rows"])])
+        self._go_to(state["epoch"], state["piece"], state["row"])
 
     def _must_fit(self) -> dict[str, Any]:
-        stream, part = self._stream, self._part
-        return {
-            "files": self._files.fingerprint,
-            "part": [part.index, part.count],
-            "shuffle_buffer": stream.shuffle_buffer,
-            "seed": stream.seed,
-            "equal_steps": stream.equal_steps,
-        }
+        stream, part = self._stream, [self._part.index, self._part.count]
+        told = {"shuffle": stream.shuffle, "seed": stream.seed, "equal_steps": stream.equal_steps}
+        return {"files": self._files.fingerprint, "part": part, **told}
 
 
 def _part_of_the_reader(has_ranks: bool) -> ShardInfo:

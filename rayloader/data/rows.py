@@ -119,16 +119,20 @@ class Row(MutableMapping[str, Any]):
 
 def collate_rows(batch: Sequence[Any], *, collate_fn_map: Any = None) -> dict[str, Any]:
     """The batch of rows, a column for each name; see NOTE [collate]."""
-    parts: list[tuple[Chunk, list[int]]] = []
-    for row in batch:
+    found: dict[int, tuple[Chunk, list[int], list[int]]] = {}  # rows of a ShuffleBuffer come from many chunks
+    converter: Any = None
+    for number, row in enumerate(batch):
         place = row.place if type(row) is Row else None
-        if place is None or (parts and place[0].converter is not parts[0][0].converter):
+        if place is None or place[0].converter is not (converter or place[0].converter):
             return {name: _stacked([row[name] for row in batch], name, batch[0].lists) for name in batch[0]}
-        if not parts or place[0] is not parts[-1][0]:
-            parts.append((place[0], []))
-        parts[-1][1].append(place[1])
-    converter = parts[0][0].converter
-    table = converter.joined([converter.take(chunk.table, indices) for chunk, indices in parts])
+        converter = place[0].converter
+        _, indices, numbers = found.setdefault(id(place[0]), (place[0], [], []))
+        indices.append(place[1])
+        numbers.append(number)
+    table = converter.joined([converter.take(chunk.table, indices) for chunk, indices, _ in found.values()])
+    order = [number for _, _, numbers in found.values() for number in numbers]
+    if order != sorted(order):
+        table = converter.take(table, np.argsort(order))
     columns: dict[str, Any] = converter.batch(table)
     return columns
 
