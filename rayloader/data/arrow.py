@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +44,6 @@ class ArrowDataset(_DatasetOfRows):
             their names.
         columns: their names; None: all.
         as_: "tensors"; "numpy": arrays, which the default `collate_fn` makes tensors of; "arrow": Arrow's own arrays.
-        decode: functions by names of columns with binary data or text, called with each value.
         fill_null: what stands for a null, by names of columns. There is none among tensors and arrays: one that is met
             is a ValueError.
 
@@ -61,18 +59,17 @@ class ArrowDataset(_DatasetOfRows):
         *,
         columns: Sequence[str] | None = None,
         as_: Form = "tensors",
-        decode: Mapping[str, Callable[[Any], Any]] | None = None,
         fill_null: Mapping[str, Any] | None = None,
     ) -> None:
         if hasattr(source, "__arrow_c_stream__"):
             table = pa.table(source)
-            self._converter = Converter(table.schema, columns, as_, decode, fill_null)
+            self._converter = Converter(table.schema, columns, as_, fill_null)
             parts: list[pa.Table | _MappedFile] = [table.select(self.schema.names)]
         else:
             paths = paths_of(source, "an ArrowDataset, if not of a table,")
             files = [file for path in paths for file in _files_at(path)]
             schemas = [_schema_of(file) for file in files]
-            self._converter = Converter(schemas[0], columns, as_, decode, fill_null)
+            self._converter = Converter(schemas[0], columns, as_, fill_null)
             for file, schema in zip(files, schemas, strict=True):
                 check_alike(self.schema, files[0], plain(schema), file)
             parts = [_mapped(file, self.schema.names) for file in files]
@@ -113,11 +110,7 @@ class ArrowDataset(_DatasetOfRows):
         places = self._places(indices)
         names = "row {}".format
         table = self._converter.ready(self._taken(places), lambda row: names(places[row]))
-        rows = self._converter.rows(table)
-        if self._converter.decodes:
-            for place, row in zip(places, rows, strict=True):
-                self._converter.decoded(row, partial(names, place))
-        return rows
+        return self._converter.rows(table)
 
     def _places(self, indices: Sequence[int]) -> np.ndarray[Any, Any]:
         places = np.asarray(indices, None if len(indices) else np.int64)

@@ -20,7 +20,6 @@ from pyarrow import types
 from torch.utils.dlpack import from_dlpack
 
 from rayloader.data.rows import Chunk, Row, item
-from rayloader.errors import add_note
 
 Form = Literal["tensors", "numpy", "arrow"]
 FORMS = ("tensors", "numpy", "arrow")
@@ -42,7 +41,6 @@ class Converter:
         schema: of the files or the table.
         columns: names, in the order that rows have them; None: all.
         as_: what columns become.
-        decode: functions that are called with each value of these columns.
         fill_null: by the names of columns, what stands for a null.
 
     Raises:
@@ -52,7 +50,6 @@ class Converter:
     Attributes:
         schema: of the columns that are converted, in which dictionaries are their values.
         lists: the paths of columns whose values may differ in length, such as `a`, and `a.b` in a struct.
-        decodes: the functions of the user's, by names of columns.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class Converter:
         schema: pa.Schema,
         columns: Sequence[str] | None,
         as_: Form,
-        decode: Mapping[str, Callable[[Any], Any]] | None,
         fill_null: Mapping[str, Any] | None,
     ) -> None:
         if as_ not in FORMS:
@@ -75,15 +71,11 @@ class Converter:
                     'before, or use as_="arrow"'
                 )
         self.lists = frozenset(path for path, kind in within if as_ != "arrow" and _is_ragged(kind))
-        self.decodes = self._named("decode", decode)
-        for name, function in self.decodes.items():
-            if not callable(function) or not _is(self.schema.field(name).type, *_BYTES, *_TEXTS):
-                raise TypeError(
-                    f"decode is called with each value of a column of binary data or text, got {function!r} for "
-                    f"column {name!r} of type {self.schema.field(name).type}"
-                )
         self._fill = {}
-        for name, value in self._named("fill_null", fill_null).items():
+        if fill_null is not None and not isinstance(fill_null, Mapping):
+            raise TypeError(f"fill_null must be a dict of column names, got {fill_null!r}")
+        for name, value in (fill_null or {}).items():
+            _check_named("fill_null", name, self.schema)
             kind = self.schema.field(name).type
             try:
                 self._fill[name] = pa.scalar(value, kind)
@@ -95,13 +87,6 @@ class Converter:
                 ) from None
         kinds = [kind for _, kind in within]
         self._slices = any(_is_fixed(kind) and _is_fixed(kind.value_type) for kind in kinds)
-
-    def _named(self, argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"{argument} must be a dict of column names, got {given!r}")
-        for name in given or {}:
-            _check_named(argument, name, self.schema)
-        return dict(given or {})
 
     def take(self, table: pa.Table | pa.RecordBatch, places: Any) -> pa.Table:
         """Rows of a table, in memory of their own.
@@ -143,20 +128,10 @@ class Converter:
                 )
         return table
 
-    def rows(self, table: pa.Table) -> list[Row]:
-        """The rows of a table that is ready; their values are decoded by `decoded`."""
-        chunk = Chunk(table, self)
+    def rows(self, table: pa.Table, numbers: Any = None) -> list[Row]:
+        """The rows of a table that is ready, each of which keeps its number, if they have some."""
+        chunk = Chunk(table, self, numbers)
         return [Row.at(chunk, index) for index in range(table.num_rows)]
-
-    def decoded(self, row: Row, name_row: Callable[[], str]) -> Row:
-        """The row, after the user's functions, which may draw from random generators."""
-        for name, function in self.decodes.items():
-            try:
-                row[name] = function(row[name])
-            except Exception as error:  # the user's function may raise anything
-                add_note(error, f"decode[{name!r}] raised this for {name_row()}")
-                raise
-        return row
 
     def batch(self, table: pa.Table) -> dict[str, Any]:
         """The columns of a table that is ready, as the default collate gives them."""
@@ -164,8 +139,7 @@ class Converter:
 
     def columns(self, table: pa.Table) -> dict[str, Any]:
         """Of a table that is ready; each a tensor, an array of NumPy's or of Arrow's, a list, or a dict of a struct."""
-        arrays = {name: _in_one(table[name]) for name in self.schema.names}
-        return {name: array.to_pylist() if name in self.decodes else self._of(array) for name, array in arrays.items()}
+        return {name: self._of(_in_one(table[name])) for name in self.schema.names}
 
     def _of(self, array: pa.Array) -> Any:
         kind = array.type

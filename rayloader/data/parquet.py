@@ -56,8 +56,7 @@ class ParquetStream(_DatasetOfAny):
         filesystem: of pyarrow, in which the paths are; None: that of the URI, or this machine's.
         columns: their names; None: all.
         filters: which rows: an expression of `pyarrow.compute`, or a list as `pyarrow.parquet.read_table` takes it.
-        as_: "tensors", "numpy" or "arrow", as for `ArrowDataset`; so are `decode` and `fill_null`.
-        decode: functions by names of columns.
+        as_: "tensors", "numpy" or "arrow", as for `ArrowDataset`; so is `fill_null`.
         fill_null: what stands for a null, by names of columns.
         shuffle: the row groups come in another order in each epoch. A `ShuffleBuffer` mixes their rows.
         seed: of that order.
@@ -84,7 +83,6 @@ class ParquetStream(_DatasetOfAny):
         columns: Sequence[str] | None = None,
         filters: Any = None,
         as_: Form = "tensors",
-        decode: Mapping[str, Callable[[Any], Any]] | None = None,
         fill_null: Mapping[str, Any] | None = None,
         shuffle: bool = False,
         seed: int = 0,
@@ -100,7 +98,7 @@ class ParquetStream(_DatasetOfAny):
             )
         self.shuffle, self.equal_steps, self.epoch = bool(shuffle), equal_steps, 0
         self._paths, self._filesystem = paths_of(paths, "a ParquetStream"), filesystem
-        self._arguments = columns, as_, decode, fill_null
+        self._arguments = columns, as_, fill_null
         self._filters = _expression(filters)
         self._files: _Files | None = None
         # The process that has used the filesystem.
@@ -138,6 +136,7 @@ class _Files:
     Attributes:
         filesystem: in which the files are.
         rows: how many rows each row group has.
+        bounds: the number, among the rows of all files, of each row group's first row.
         converter: of the columns.
         filters: which rows are given.
     """
@@ -181,6 +180,7 @@ class _Files:
         self._files = [(fragment.path, fragment.partition_expression) for fragment in fragments]
         self._groups = [(file, group.id) for file, inside in enumerate(groups) for group in inside]
         self.rows = np.array([group.num_rows for inside in groups for group in inside], np.int64)
+        self.bounds = np.cumsum(self.rows) - self.rows
 
     def name(self, group: int) -> str:
         """Names a row group in an error."""
@@ -263,39 +263,38 @@ class _Reading(Iterator[Row]):
             if self._piece == len(self._pieces):
                 raise StopIteration
             self._ready = self._made()
-        place, self._row = self._row, self._row + 1
-        # Not earlier: `decode` may draw from generators, whose states are saved.
-        return self._files.converter.decoded(self._ready.pop(), lambda: self._name(place))
+        self._row += 1
+        return self._ready.pop()
 
     def _made(self) -> list[Row]:
         """The next rows, only one if there is a null among them; none where a piece ends, after which the next is."""
-        _, first, end = self._pieces[self._piece]
+        group, first, end = self._pieces[self._piece]
         try:
             table = self._table()
         except RayloaderError:
             self._piece, self._row = self._piece + 1, 0
             raise
-        rest = table.slice(first + self._row, max(0, end - first - self._row))
-        if not rest.num_rows:
+        left = np.arange(first + self._row, min(end, table.num_rows))
+        if not len(left):
             self._piece, self._row = self._piece + 1, 0
             return []
-        converter, fitting = self._files.converter, _CHUNK_BYTES * rest.num_rows // max(1, rest.nbytes)
-        for count in (max(1, min(rest.num_rows, fitting)), 1):
+        fitting = _CHUNK_BYTES * table.num_rows // max(1, table.nbytes)
+        for count in (max(1, fitting), 1):
             try:
-                # In memory of its own: a row must not keep all of its row group.
-                taken = converter.take(rest, np.arange(count))
-                return converter.rows(converter.ready(taken, lambda row: self._name(self._row + row)))[::-1]
+                return self._rows(group, table, left[:count])[::-1]
             except ValueError:
                 if count == 1:
                     self._row += 1
                     raise
         return []
 
-    def _name(self, row: int) -> str:
-        """Names a row of the piece in errors."""
-        group, first, _ = self._pieces[self._piece]
+    def _rows(self, group: int, table: pa.Table, places: _Array) -> list[Row]:
+        """Rows of a row group, in memory of their own: a row must not keep all of the others."""
+        converter = self._files.converter
         among = "" if self._files.filters is None else " among those that the filters let through"
-        return f"row {first + row}{among} of {self._files.name(group)}"
+        taken = converter.take(table, places)
+        ready = converter.ready(taken, lambda row: f"row {places[row]}{among} of {self._files.name(group)}")
+        return converter.rows(ready, self._files.bounds[group] + places)
 
     def _table(self) -> pa.Table:
         """The row group of the next piece; that of the one after it is read meanwhile."""
@@ -325,6 +324,20 @@ class _Reading(Iterator[Row]):
                     "make the stream, and the loader, as they were, with the same files"
                 )
         self._go_to(state["epoch"], state["piece"], state["row"])
+
+    def saved(self, rows: Sequence[Row]) -> _Array:
+        """What a `ShuffleBuffer` saves of rows that it has: their numbers among those of all files."""
+        return np.array([row.number for row in rows], np.int64)
+
+    def loaded(self, numbers: _Array) -> list[Row]:
+        """The rows of these numbers; reads their row groups."""
+        groups = np.searchsorted(self._files.bounds + self._files.rows, numbers, "right")
+        rows: dict[int, Row] = {}
+        for group in np.unique(groups).tolist():
+            here = numbers[groups == group]
+            found = self._rows(group, self._read(group).result(), here - self._files.bounds[group])
+            rows.update(zip(here.tolist(), found, strict=True))
+        return [rows[number] for number in numbers.tolist()]
 
     def _must_fit(self) -> dict[str, Any]:
         stream, part = self._stream, [self._part.index, self._part.count]

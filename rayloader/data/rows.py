@@ -29,10 +29,11 @@ class Chunk:
     Args:
         table: without nulls that have no form.
         converter: of its columns, a `Converter` of columns.py.
+        numbers: of the rows, by which a stream finds them again.
     """
 
-    def __init__(self, table: Any, converter: Any) -> None:
-        self.table, self.converter = table, converter
+    def __init__(self, table: Any, converter: Any, numbers: Any) -> None:
+        self.table, self.converter, self.numbers = table, converter, numbers
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
@@ -87,6 +88,12 @@ class Row(MutableMapping[str, Any]):
     def place(self) -> tuple[Chunk, int] | None:
         """Where it lies; None if its values may have been changed."""
         return (self._chunk, self._index) if self._chunk is not None and self._chunk.is_untouched else None
+
+    @property
+    def number(self) -> int:
+        """By which its stream finds it again, as long as nobody has looked at it."""
+        assert self._chunk is not None
+        return int(self._chunk.numbers[self._index])
 
     @property
     def _values(self) -> dict[str, Any]:

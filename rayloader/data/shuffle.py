@@ -78,7 +78,8 @@ class _StatefulSamples(_Samples):
     def state_dict(self) -> dict[str, Any]:
         """The samples of the buffer, and the states of its generator and of the reading."""
         generator = self._generator.bit_generator.state
-        return {**self._source.state_dict(), "buffer": [*self._buffer], "size": self._size, "generator": generator}
+        buffer = self._source.saved(self._buffer)
+        return {**self._source.state_dict(), "buffer": buffer, "size": self._size, "generator": generator}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state. Raises StateError if it is not one, or of a buffer of another size."""
@@ -88,7 +89,8 @@ class _StatefulSamples(_Samples):
                 f"the state of a ShuffleBuffer was saved with size={state.get('size')!r}, and here it is {self._size}; "
                 "make the buffer as the one that was saved"
             )
-        self._buffer, self._generator.bit_generator.state = [*state["buffer"]], state["generator"]
+        self._buffer = self._source.loaded(state["buffer"])
+        self._generator.bit_generator.state = state["generator"]
 
 
 def whole(name: str, value: Any, least: int, owner: str) -> int:

@@ -85,6 +85,14 @@ class Source(Iterator[Any]):
         if state["end"] is not None and next(self._iterator, _NOTHING) is not _NOTHING:
             self._stream.load_state_dict(state["end"])  # it has begun anew
 
+    def saved(self, samples: list[Any]) -> Any:
+        """What is saved of samples that were read, and not given: what the stream finds them by, or they themselves."""
+        return self._iterator.saved(samples) if hasattr(self._iterator, "saved") else [*samples]
+
+    def loaded(self, saved: Any) -> list[Any]:
+        """The samples again."""
+        return self._iterator.loaded(saved) if hasattr(self._iterator, "loaded") else [*saved]
+
 
 def _told_by(obj: Any) -> Any:
     return obj.state_dict() if has_state(obj) else None
