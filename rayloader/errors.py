@@ -77,7 +77,7 @@ class BatchTimeoutError(RayloaderError):
 
 
 class WorkerStartError(RayloaderError):
-    """The cluster had no room for any worker within the time allowed."""
+    """No worker could start: the cluster had no room within the time allowed, or no process could be forked."""
 
 
 class RaySessionError(RayloaderError):

@@ -533,7 +533,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         """The position of the user in this loader's stream of batches.
 
         It counts the batches that were taken from the last iterator; batches in progress do not count. The state
-        consists of some kilobytes of plain types, to be saved as JSON, or with `torch.save` and loaded with
+        consists of some kilobytes of primitives, bytes and tensors, to be saved with `torch.save` and loaded with
         `weights_only=True`, and of the results of `state_dict` of the dataset and sampler, where they have one. A call
         costs the same after many batches as after few, so it may be made before each batch.
 

@@ -135,6 +135,7 @@ class Answer:
     no_arena: str = ""  # why the arena could not be opened, if it could not
     sample: str = ""  # names the sample that raised the error, if it is known
     asked: bool = False  # user code has asked which worker this is, or which part is its own
+    read: tuple[int, ...] = ()  # digests of the first samples that a wrapper of a stream has read
 
     @property
     def fields(self) -> tuple[Any, ...]:

@@ -83,6 +83,7 @@ class Task:
         samples: in the batch.
         left_out: whether it is one of `skip_steps`, and was built for its stream alone.
         asked: its dataset, a stream, had asked which worker reads it.
+        read: digests of the first samples that a wrapper of a stream has read.
         data: the batch as the user gets it, from when it is opened until it is handed over; UNOPENED before.
         counted: whether the user's position includes it.
         recorded: whether the measurements include it.
@@ -101,6 +102,7 @@ class Task:
     samples: int = 0
     left_out: bool = field(default=False, repr=False)
     asked: bool = field(default=False, repr=False)
+    read: tuple[int, ...] = field(default=(), repr=False)
     data: Any = field(default=UNOPENED, repr=False)
     counted: bool = False
     recorded: bool = False

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import reprlib
+import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +30,9 @@ ROOT = Path(__file__).parents[1]
 PIP_LIMIT = 600  # seconds; on expiry the test fails
 EXIT_LIMIT = 500.0  # seconds for threads and actors to end after a test; on expiry the test fails
 OUR_ACTOR = re.compile(r"ray::(WorkerProcess\b|(.*:)?Producer\b|rayloader:)")  # how Ray titles processes of rayloader
+
+# Where a shell has started the tests in the background, their programs would ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _keepers = []
 _files = None  # what `our_files` gave after the last test, unless more may be open or mapped by now

@@ -169,7 +169,7 @@ class Actor(Process):
         with contextlib.suppress(NeverStarts):
             self.has_started()  # notes the address
         said = said_of_end(str(error)) if error is not None else ""
-        return said or "its process has ended; neither a signal nor an exit code is known"
+        return said or "its process has ended; Ray knows neither a signal nor an exit code, and its logs may say more"
 
     @override
     def has_started(self) -> bool:

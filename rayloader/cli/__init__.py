@@ -1,4 +1,4 @@
-"""The command line: `rayloader doctor`, `bench`, `show`, `diff` and `replay`, or `python -m rayloader`."""
+"""The command line: `rayloader doctor`, `bench`, `show` and `replay`, or `python -m rayloader`."""
 
 from __future__ import annotations
 

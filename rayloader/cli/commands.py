@@ -108,14 +108,14 @@ def bench(
     """
     step = step_ms / 1000
     busy = doctor.busy()  # before anything here keeps it so
-    if busy and not as_json:
-        err.print(f"[yellow]{busy}[/]: rates are lower, and differ more, than on a quiet one")
     measured: dict[LoaderKind, list[Rate]] = {"torch": [], "rayloader": []}
     try:
         with rates.prints_to_standard_error():
             collate = sources.named(collate_fn) if collate_fn else None
             options = {"batch_size": batch_size, "shuffle": shuffle, "collate_fn": collate}
             given = rates.Subject.of(sources.made(subject), **options)
+            if busy and not as_json:
+                err.print(f"[yellow]{busy}[/]: rates are lower, and differ more, than on a quiet one")
             for kind, found in measured.items():  # torch's first, whose workers are forks: Ray is not there yet
                 for number in rates.numbers_of_workers(max_workers):
                     with err.status(f"{kind}, num_workers={number}"):

@@ -28,7 +28,12 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
+def in_full(error: Exception) -> str:
+    """What an error says, with the notes that name the sample or the remedy: its own, and those of its cause."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())])
+
+
 def fail(error: Exception) -> NoReturn:
     """Says what is wrong, and ends the command with code 2."""
-    err.print("[red]rayloader:[/]", shown(str(error)))
+    err.print("[red]rayloader:[/]", shown(in_full(error)))
     raise typer.Exit(2) from error

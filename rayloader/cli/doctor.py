@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from rayloader.cli.console import in_full
 from rayloader.cli.rates import Subject, prints_to_standard_error
 from rayloader.loader import DataLoader
 from rayloader.observe.recorder import cpus
@@ -205,5 +206,5 @@ def _tried(name: str, attempt: Callable[[], str], advice: str) -> Check:
     try:
         found = attempt()
     except Exception as error:  # any error is the answer
-        return Check(name, False, str(error), advice)
+        return Check(name, False, f"{type(error).__name__}: {in_full(error)}", advice)
     return Check(name, True, f"{found} ({time.monotonic() - began:.1f} s)")

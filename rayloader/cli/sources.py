@@ -43,6 +43,8 @@ def named(name: str) -> Any:
         raise SourceError(f"an object must be named as module:name or file.py:name, got {name!r}")
     is_file = module.endswith(".py")
     file = Path(module).resolve()
+    if is_file and not file.is_file():
+        raise SourceError(f"{name} can't be found: there is no file {module}")
     folder, module = (str(file.parent), file.stem) if is_file else (os.getcwd(), module)
     if sys.path[0] != folder:
         sys.path.insert(0, folder)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.errors import StateError
-from rayloader.resume.wrapped import Source, pass_on
+from rayloader.resume.wrapped import Source, check_stream, pass_on
 
 _T = TypeVar("_T")
 if TYPE_CHECKING:
@@ -41,9 +41,11 @@ class ShuffleBuffer(_StreamOf[_T], Generic[_T]):
 
     Raises:
         ValueError: `size` is no whole number, or too small.
+        TypeError: `stream` is no iterable: a map-style dataset.
     """
 
     def __init__(self, stream: Any, size: int) -> None:
+        check_stream("ShuffleBuffer", stream)
         self.stream, self.size = stream, whole("size", size, 1, "ShuffleBuffer")
         pass_on(self, stream)
 
@@ -83,10 +85,10 @@ class _StatefulSamples(_Samples):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state. Raises StateError if it is not one, or of a buffer of another size."""
-        self._source.load_state_dict(state, "ShuffleBuffer")
-        if state.get("size") != self._size:
+        self._source.load_state_dict(state, "ShuffleBuffer", ["buffer", "size", "generator"])
+        if state["size"] != self._size:
             raise StateError(
-                f"the state of a ShuffleBuffer was saved with size={state.get('size')!r}, and here it is {self._size}; "
+                f"the state of a ShuffleBuffer was saved with size={state['size']!r}, and here it is {self._size}; "
                 "make the buffer as the one that was saved"
             )
         self._buffer = self._source.loaded(state["buffer"])

@@ -516,7 +516,7 @@ class Engine:
             self._record(worker, task, answer)
             if answer.wire is not None:
                 answer.wire = received(answer.wire, task.lent)
-            task.samples, task.asked = answer.samples, answer.asked
+            task.samples, task.asked, task.read = answer.samples, answer.asked, answer.read
             worker.journal.answered(task.task_id, answer.digest)
         self._note_news(worker, answer)
         if not exhausted:

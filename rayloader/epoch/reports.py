@@ -6,6 +6,7 @@ Promise: texts only; nothing here changes anything but which warnings were given
 from __future__ import annotations
 
 import logging
+import re
 import reprlib
 from typing import Any
 
@@ -68,5 +69,6 @@ def timed_out(timeout: float, task: str | None) -> BatchTimeoutError:
 
 
 def briefly(cause: str) -> str:
-    """Of a traceback, the error at its end."""
-    return cause.rstrip().splitlines()[-1] if "Traceback" in cause else cause
+    """Of a traceback, the error at its end; of a group's, the group without its parts."""
+    # Frames and parts are indented further.
+    return re.findall(r"^(?:  \| )?(\S.*)", cause, re.MULTILINE)[-1] if "Traceback" in cause else cause

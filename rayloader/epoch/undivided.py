@@ -4,8 +4,9 @@ Promise: it warns only where batches have come twice and nothing that rayloader 
 process for each class of dataset and kind of sampler. No collective call is made: a rank notes its first batches in the
 store of the process group, and waits for nobody.
 
-NOTE [Certain]. Compared are the first two batches, by the digests that recovery uses. They must differ from each other:
-data that is the same all over shows nothing. A stream that has asked which worker reads it (`get_worker_info()`,
+NOTE [Certain]. Compared are the first two batches, by the digests that recovery uses; of a stream that is wrapped, in a
+`ShuffleBuffer` for instance, the first two samples that the wrapper has read. They must differ from each other: data
+that is the same all over shows nothing. A stream that has asked which worker reads it (`get_worker_info()`,
 `get_shard_info()`) divides its data, even if its parts are copies; so does one that asks in `worker_init_fn`. Of ranks,
 the indices must be the same too, drawn by torch's own samplers that know no ranks: parts of a dataset may have the same
 indices, and ranks that shuffle by different seeds have others. A framework that divides the data puts a sampler of its
@@ -30,11 +31,11 @@ from torch.utils.data import (
 
 from rayloader._compat import default_store
 from rayloader.errors import level_outside
+from rayloader.host.shard_info import COMPARED
 from rayloader.resume.ranks import is_part
 from rayloader.resume.samplers import chain_of
 from rayloader.task import Task
 
-_COMPARED = 2  # batches of each reader
 _UNDIVIDED = {BatchSampler, SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 _warned: set[tuple[str, ...]] = set()  # of these classes
@@ -49,7 +50,10 @@ class Watch(Protocol):
 
 def watch_of_workers(loader: Any, num_workers: int) -> Watch | None:
     """What must be looked at in the first epoch of a stream's workers; None: nothing."""
-    kind = _name_of(loader.dataset)
+    stream = loader.dataset
+    while type(stream).__module__.startswith("rayloader.") and hasattr(stream, "stream"):
+        stream = stream.stream
+    kind = _name_of(stream)
     told = loader._ranks is not None and loader._ranks.num_replicas > 1  # then `Reader.has_read` tells of it
     return None if num_workers < 2 or told or (kind,) in _warned else _OfWorkers(kind, num_workers)
 
@@ -71,8 +75,9 @@ class _OfWorkers:
 
     def __init__(self, kind: str, num_workers: int) -> None:
         self._kind, self._num_workers = kind, num_workers
-        self._left = _COMPARED * num_workers  # batches to look at
-        self._digests: dict[int, list[int]] = {}  # by worker
+        self._left = COMPARED * num_workers  # batches to look at
+        self._digests: dict[int, list[int]] = {}  # of the batches of each worker
+        self._begun: dict[int, tuple[int, ...]] = {}  # what is compared of each
 
     def saw(self, task: Task | None) -> Watch | None:
         if task is None:
@@ -80,14 +85,16 @@ class _OfWorkers:
         if task.asked or task.digest is None:
             return None
         own = self._digests.setdefault(task.worker_id, [])
-        if len(own) == _COMPARED:  # another worker is slower
+        if len(own) == COMPARED:  # another worker is slower
             return self
         own.append(task.digest)
-        same = sorted(worker_id for worker_id, digests in self._digests.items() if digests == own)
-        if len(own) == _COMPARED and len(same) > 1 and len({*own}) > 1:
+        self._begun[task.worker_id] = begun = task.read or (*own,)
+        same = sorted(worker_id for worker_id, others in self._begun.items() if others == begun)
+        if len(begun) == COMPARED and len(same) > 1 and len({*begun}) > 1:
             _warn(
                 (self._kind,),
-                f"workers {same[0]} and {same[1]} began with the same batches, and the iterable dataset "
+                f"workers {same[0]} and {same[1]} began with the same {'samples' if task.read else 'batches'}, and "
+                "the iterable dataset "
                 f"{self._kind.rpartition('.')[2]} has not asked which part is whose, so that each of the "
                 f"{self._num_workers} workers seems to read all of it; let its __iter__ read the part that "
                 "rayloader.get_shard_info() tells, or use num_workers=1",
@@ -110,7 +117,7 @@ class _OfRanks:
         if task.digest is None or task.task_id != len(self._digests):
             return None
         self._digests.append(task.digest)
-        if len(self._digests) < _COMPARED:
+        if len(self._digests) < COMPARED:
             return self
         if len({*self._digests}) > 1 and (ranks := self._begun_by(task.indices.checksum)) > 1:
             kind, *samplers = self._names

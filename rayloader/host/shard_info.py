@@ -15,7 +15,11 @@ from torch.utils.data import IterDataPipe, get_worker_info
 
 from rayloader._compat import torch_worker
 from rayloader.errors import RayloaderError
+from rayloader.resume.digest import digest
 from rayloader.resume.samplers import trains_in_a_group
+
+# What is compared of each worker, to tell whether several read the same: batches, or samples of a wrapped stream.
+COMPARED = 2
 
 logger = logging.getLogger("rayloader")
 
@@ -72,11 +76,13 @@ class Reader:
     Attributes:
         asked: whether the dataset has asked for its part.
         was_asked_for: whether it has asked for that, or for something else about its worker.
+        read: digests of the first samples that one of rayloader's wrappers has read from its stream.
     """
 
     def __init__(self, ranks: tuple[int, int] | None, worker_id: int = 0, num_workers: int = 1) -> None:
         self._ranks, self._worker_id, self._num_workers = ranks, worker_id, num_workers
         self.asked = self.was_asked_for = False
+        self.read: tuple[int, ...] = ()
 
     def info(self) -> ShardInfo:
         """The part that the dataset must read."""
@@ -103,6 +109,12 @@ class Reader:
         """Makes this the reader as long as `get_worker_info()` returns `worker_info`."""
         global _working
         _working = worker_info, self
+
+    def note(self, sample: Any) -> Reader | None:
+        """Notes a sample that a wrapper has read from its stream; returns who is told the next one, None: nobody."""
+        if len(self.read) < COMPARED:
+            self.read += (digest(sample),)
+        return self if len(self.read) < COMPARED else None
 
     def has_read(self, dataset: Any) -> None:
         """After reading: warns, in one worker and once, if it did not ask and all ranks seem to read the same."""

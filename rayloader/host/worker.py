@@ -48,10 +48,11 @@ _LEFT_OUT = (
     "the batch shows the time or the process. Add what is missing to the state, or take that out of the batches"
 )
 _NOT_RESTORED = (
-    "it depends on something that cannot be restored, such as a random generator that cannot be followed, the time, "
-    "the process, or the order of a set of strings (set PYTHONHASHSEED). Create generators from the same seed in each "
-    "run, and make them attributes of the dataset or globals of its module; or give the dataset state_dict() and "
-    "load_state_dict() that restore it"
+    "the dataset, or a wrapper around it, is another one than was saved or has other arguments, or the batch depends "
+    "on something that can't be restored, such as a random generator that can't be followed, the time, the process, "
+    "or the order of a set of strings (set PYTHONHASHSEED). Create generators from the same seed in each run, and "
+    "make them attributes of the dataset or globals of its module; or give the dataset state_dict() and "
+    "load_state_dict()"
 )
 
 
@@ -185,8 +186,8 @@ class HostedWorker:
             ):
                 raise ReplayError(
                     f"the iterable dataset of worker {self._setup.worker_id} was read again up to batch {goal.tasks}, "
-                    "and gave something else than before; to be resumed, a dataset must give the same each time that "
-                    "it is read, or have state_dict() and load_state_dict()"
+                    "and gave something else than before; to be resumed, it must be made as it was, with the same "
+                    "arguments, and give the same each time that it is read, or have state_dict() and load_state_dict()"
                 )
             self._recorder.restore(goal.random)
         self._unrestored = self._failure is not None
@@ -206,6 +207,7 @@ class HostedWorker:
         `idle` and `sending` are the seconds before its task that the process did nothing, and sent the last answer.
         """
         answer.replay, answer.asked = (self._replayed, self._to_replay), self._reader.was_asked_for
+        answer.read = self._reader.read
         answer.state = self._snapshot_if_due(answer.seconds)
         began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
         fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending

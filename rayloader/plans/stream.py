@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from rayloader.plans.inputs import check_whole
 from rayloader.plans.packs import pack_collate
-from rayloader.resume.wrapped import Source, pass_on
+from rayloader.resume.wrapped import Source, check_stream, pass_on
 
 _FIELDS = ("input_ids", "labels", "position_ids", "seq_ids")
 
@@ -34,9 +34,14 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
     Yields:
         A dict of `input_ids`, `labels`, `position_ids` and `seq_ids`, each of shape (seq_len,), as `pack_collate` gives
         them: what is left of a sequence that was cut begins the next pack as a sequence of its own.
+
+    Raises:
+        ValueError: `seq_len` is no whole number, or too small.
+        TypeError: `stream` is no iterable: a map-style dataset, for which there is `Packing`.
     """
 
     def __init__(self, stream: Any, seq_len: int, *, tokens: str = "input_ids", drop_last: bool = True) -> None:
+        check_stream("PackedStream", stream)
         self.stream, self.seq_len = stream, check_whole("seq_len", seq_len)
         self.tokens, self.drop_last = tokens, drop_last
         pass_on(self, stream)
@@ -89,7 +94,7 @@ class _StatefulPacks(_Packs):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state; the stream has loaded its own. Raises StateError if it is not one."""
-        self._source.load_state_dict(state, "PackedStream")
+        self._source.load_state_dict(state, "PackedStream", ["open"])
         self._open, self._size = [], 0
         for sequence in state["open"]:
             self._add(sequence)

@@ -6,13 +6,29 @@ epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+
+from torch.utils.data import get_worker_info
 
 from rayloader.errors import StateError
 from rayloader.resume.snapshot import has_state
 
 _NOTHING = object()
+
+
+def check_stream(wrapper: str, stream: Any) -> None:
+    """Checks that a wrapper can read something as a stream.
+
+    Raises:
+        TypeError: it cannot. Python would read a map-style dataset by its indices from 0 on, past its end if need be,
+            and each worker all of it.
+    """
+    if not hasattr(type(stream), "__iter__"):
+        raise TypeError(
+            f"{wrapper} reads an iterable of samples, got {type(stream).__name__}, which has no __iter__; pass an "
+            "IterableDataset, or let a sampler shuffle a map-style dataset"
+        )
 
 
 def pass_on(wrapper: Any, wrapped: Any) -> None:
@@ -40,16 +56,20 @@ class Source(Iterator[Any]):
     def __init__(self, stream: Any) -> None:
         self._stream, self._iterator = stream, iter(stream)
         self._ended = False
+        self._told = getattr(get_worker_info(), "_reader", None)  # of the first samples, in a worker of rayloader's
         self.has_state = has_state(self._iterator) or has_state(stream)
 
     def __next__(self) -> Any:
         if self._ended:  # a stream is not asked again after its end, where it may begin anew
             raise StopIteration
         try:
-            return next(self._iterator)
+            sample = next(self._iterator)
         except StopIteration:
             self._ended = True
             raise
+        if self._told is not None:
+            self._told = self._told.note(sample)
+        return sample
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the reading; at its end that of the stream too."""
@@ -59,17 +79,18 @@ class Source(Iterator[Any]):
             "end": _told_by(self._stream) if self._ended else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], wrapper: str) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], wrapper: str, added: Collection[str]) -> None:
         """Continues from a state; the stream has loaded its own.
 
         Args:
-            state: of the reading, with whatever the wrapper has added.
+            state: of the reading, with what the wrapper has added.
             wrapper: the name of its class.
+            added: the names of that.
 
         Raises:
             StateError: it is a state of something else.
         """
-        if not isinstance(state, Mapping) or not {"source", "ended", "end"} <= state.keys():
+        if not isinstance(state, Mapping) or not {"source", "ended", "end", *added} <= state.keys():
             raise StateError(
                 f"this is not a state of a {wrapper}'s iterator: {state!r:.200}; load what its state_dict() gave"
             )

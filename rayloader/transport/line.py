@@ -96,7 +96,7 @@ def unpacked(message: Message) -> Any:
 
 
 class LineSocket(socket.socket):
-    """Ends without a warning when it is collected, before or after the line that it belongs to."""
+    """Ends without a warning when it is collected, before or after its owner."""
 
     _pid = -1
 

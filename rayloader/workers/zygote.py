@@ -48,7 +48,7 @@ from typing import Any, NamedTuple, NoReturn
 from rayloader._compat import Identity, keep_freed_memory, new_identity, run_as_process
 from rayloader.errors import WorkerStartError, warning_at_the_users_line
 from rayloader.interrupts import new_lock
-from rayloader.transport.line import SENDING, closers, poll
+from rayloader.transport.line import SENDING, LineSocket, closers, poll
 from rayloader.transport.local_line import flush_streams
 
 # Where the system refuses a process or a descriptor.
@@ -84,10 +84,9 @@ class Zygote:
         WorkerStartError: no process can be forked.
     """
 
-    _control: socket.socket | None = None
+    _control: LineSocket | None = None
 
     def __init__(self, work: Callable[[int], object]) -> None:
-        self._driver = os.getpid()
         self._lock = new_lock()
         self._numbers = itertools.count(1)
         self._unanswered = 0  # questions
@@ -97,16 +96,17 @@ class Zygote:
         self.statuses: dict[int, int | None] = {}
         self._pids: list[int] = []
         try:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
             raise WorkerStartError(f"this process could not be forked: {error}. {REMEDY}") from error
+        self._control = LineSocket(fileno=ours.detach())
         _live.add(self)
         # A Ctrl-C in the terminal is for the program, from the first moment on.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         flush_streams()  # or each fork would print what is in their buffers
-        me = threading.get_ident()
+        me, driver = threading.get_ident(), os.getpid()
         born: list[Born] = []
-        _serving[me] = lambda: born.append(_serve(theirs, self._driver, blocked))
+        _serving[me] = lambda: born.append(_serve(theirs, driver, blocked))
         try:
             _fork(self._pids)
             if born:
@@ -206,12 +206,9 @@ class Zygote:
         """Ends it; its forks have lost their lines, and end. Callable more than once, and by any thread."""
         control, self._control = self._control, None
         if control is not None:
-            if os.getpid() == self._driver:
-                with contextlib.suppress(OSError):
-                    control.shutdown(socket.SHUT_RDWR)  # a child of the driver may have a copy
-                if self.pid:
-                    _ending[self.pid] = time.monotonic() + END_SECONDS + 1.0
-            control.close()
+            if control.is_ours and self.pid:
+                _ending[self.pid] = time.monotonic() + END_SECONDS + 1.0
+            control.end()
 
     def __del__(self) -> None:
         self.close()
@@ -316,7 +313,7 @@ def _serve(control: socket.socket, driver: int, blocked: set[int | signal.Signal
         gc.disable()
         gc.freeze()  # no collection must touch these pages, or finalize the program's objects
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignores_interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN) is signal.SIG_IGN
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -341,7 +338,7 @@ def _serve(control: socket.socket, driver: int, blocked: set[int | signal.Signal
                     del forks[number]
             else:
                 try:
-                    answer = _forked(control, ends, collects=collects)
+                    answer = _forked(control, ends, collects=collects, ignores_interrupts=ignores_interrupts)
                     if not answer:
                         return Born(ends[0], Identity(*told), driver)
                     forks[number], kind = answer, "forked"
@@ -355,7 +352,7 @@ def _serve(control: socket.socket, driver: int, blocked: set[int | signal.Signal
     os._exit(0)
 
 
-def _forked(control: socket.socket, ends: list[int], *, collects: bool) -> int:
+def _forked(control: socket.socket, ends: list[int], *, collects: bool, ignores_interrupts: bool) -> int:
     """Forks a process; returns its id, and 0 in that process, which then has nothing of the zygote's.
 
     Raises:
@@ -374,8 +371,9 @@ def _forked(control: socket.socket, ends: list[int], *, collects: bool) -> int:
         if os.getppid() != zygote:  # it has died before that
             os._exit(1)
         control.close()
-        # Not ignored, because what the user's code starts would ignore it too.
-        signal.signal(signal.SIGINT, _nothing)
+        # What the user's code starts ignores it if this process does, and must only where the program does.
+        if not ignores_interrupts:
+            signal.signal(signal.SIGINT, _nothing)
         keep_freed_memory()
         if collects:
             gc.enable()

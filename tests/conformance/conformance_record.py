@@ -258,7 +258,7 @@ class Recorder:
         those that are ours alone: on `multiprocessing_context` (it means nothing there), and on streams that are not
         divided.
         """
-        left_out = re.compile("Triggered internally|multiprocessing_context|began with the same batches")
+        left_out = re.compile("Triggered internally|multiprocessing_context|began with the same")
         for warning in caught:
             text = str(warning.message)
             if issubclass(warning.category, UserWarning) and not left_out.search(text):

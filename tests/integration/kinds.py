@@ -97,7 +97,7 @@ class Spawned(Same):
 
 
 class Differs:
-    """Actors give something else: they have neither the trainer's folder and environment nor its output."""
+    """Actors give something else: they have none of the trainer's folder, environment, output and signals."""
 
     method = "fork"
 
@@ -1179,6 +1179,18 @@ def signals_of_what_a_sample_starts(program):
 def signals_in_a_child(worker_id):
     assert subprocess.run(["true"]).returncode == 0
     assert os.waitstatus_to_exitcode(os.system("exit 3")) == 3
+
+
+@kind(Differs())
+def what_a_sample_starts_where_the_program_ignores_interrupts(program):
+    def sample(self, index):
+        return subprocess.check_output(SIGNALS, text=True)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return taken(program.load(Holding(sample), collate_fn=list))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @kind(Spawned())

@@ -125,8 +125,9 @@ def test_doctor_tries_a_loader_of_ones_own(run):
     result = run("doctor", "cli_data.py:make_broken", "--workers", "ray", "--num-workers", "1")
     assert result.exit_code == 1
     text = " ".join(result.stdout.split())
-    assert "failed your loader without workers: broken sample" in text
-    assert "failed your loader with Ray actors: Caught ValueError in DataLoader worker process 0" in text
+    assert "failed your loader without workers: ValueError: broken sample sample 0, position 0 of 4" in text
+    assert "failed your loader with Ray actors: ValueError: Caught ValueError in DataLoader worker process 0" in text
+    assert "sample 0, position 0 of 4, batch 0, worker 0" in text
     assert "ok Ray: " in text
 
 

@@ -499,7 +499,7 @@ EXITS = {
 
 
 # What is said of actors that tell nothing themselves: Ray does not say how a process ended.
-UNKNOWN = "its process has ended; neither a signal nor an exit code is known"
+UNKNOWN = "its process has ended; Ray knows neither a signal nor an exit code, and its logs may say more"
 WORDS = {
     "SystemExit": "exit code 3\n",
     **dict.fromkeys(("os._exit", "SIGKILL", "segmentation fault"), UNKNOWN),

@@ -155,6 +155,15 @@ def test_a_stopped_zygote_counts_as_dead_but_not_its_workers(kind, monkeypatch, 
     stopped.wait(EXIT_LIMIT)
 
 
+def test_the_socket_of_a_zygote_may_be_finalized_before_the_zygote():
+    made = zygote.Zygote(lambda end: None)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        made._control.__del__()  # as the collector does with what is in one cycle, in any order
+    made.close()
+    assert [str(warning.message) for warning in warned] == []
+
+
 def test_a_zygote_that_is_stopped_before_it_has_forked(monkeypatch):
     def stopped(self, end, fork=zygote.Zygote.fork):
         if not stops:

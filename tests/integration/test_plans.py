@@ -238,4 +238,4 @@ def test_packs_arrive_whole():
 
 
 def test_lengths_are_computed_by_workers(tmp_path):
-    assert lengths(Texts(), where=tmp_path, num_workers=2, workers="fork").tolist() == SIZES
+    assert lengths(Texts(), where=tmp_path, key="texts", num_workers=2, workers="fork").tolist() == SIZES

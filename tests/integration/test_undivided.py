@@ -10,13 +10,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from probes import oversubscribed
-from rayloader import DataLoader, get_shard_info
+from rayloader import DataLoader, ShuffleBuffer, get_shard_info
 from rayloader.epoch import undivided
+from rayloader.plans import PackedStream
 
-pytestmark = [oversubscribed, pytest.mark.filterwarnings("error:workers .* began with the same batches")]
+pytestmark = [oversubscribed, pytest.mark.filterwarnings("error:workers .* began with the same (batches|samples)")]
 
 LIMIT = 240  # seconds for two ranks; on expiry the test fails
-TEXT = r"workers 0 and 1 began with the same batches, and the iterable dataset \w+ has not asked"
+TEXT = r"workers 0 and 1 began with the same (batches|samples), and the iterable dataset \w+ has not asked"
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +65,14 @@ class Short(IterableDataset):
         return iter(range(2))
 
 
+class Texts(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(96).view(12, 8))
+
+
 def load(stream, epochs=2, **options):
     loader = DataLoader(stream, 2, num_workers=2, **{"workers": "fork", **options})
-    return [[batch.tolist() for batch in loader] for _ in range(epochs)]
+    return [[*loader] for _ in range(epochs)]
 
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
@@ -77,6 +83,30 @@ def test_a_stream_that_nobody_divides(options):
     assert len(caught) == 1
     assert Path(caught[0].filename) == Path(__file__)  # the line that iterates
     load(Whole())  # it is said once
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        ShuffleBuffer(Texts(), 1),
+        ShuffleBuffer(Texts(), 100),
+        PackedStream(Texts(), 16),
+        PackedStream(Texts(), 4),
+        PackedStream(ShuffleBuffer(Texts(), 5), 16),
+        ShuffleBuffer(PackedStream(Texts(), 4), 5),
+    ],
+)
+def test_the_stream_in_a_wrapper(stream):
+    """Workers draw different orders from it, and read the same."""
+    with pytest.warns(UserWarning, match=TEXT) as caught:
+        load(stream)
+    assert len(caught) == 1
+    assert "the iterable dataset Texts" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("stream", [ByWorker, ByShard, Constant, Random])
+def test_streams_in_a_wrapper_that_are_divided_or_may_be(stream):
+    load(ShuffleBuffer(stream(), 3), epochs=1)
 
 
 def test_by_actors(ray_session):

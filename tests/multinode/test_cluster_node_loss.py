@@ -1,7 +1,7 @@
 """A node goes while a worker on it holds work, or between epochs."""
 
+import io
 import itertools
-import os
 import threading
 import time
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from torch.utils.data import default_collate, get_worker_info
 from multinode_data import CASES, EPOCHS, Calls, as_is, difference, origin
 from multinode_waiting import HANG_LIMIT, START_LIMIT, remove_nodes, wait_for_exit, wait_until
 from rayloader import ArrowDataset, DataLoader, ParquetStream, WorkerDiedError, cached
+from rayloader.data import sample_store
 
 pytestmark = pytest.mark.multinode
 
@@ -210,12 +211,14 @@ def half_written_there(node_id, origins):
     def sample(index):
         if index == 3 and origin()[0] == node_id:
 
-            def half(fd, parts, at):
-                os.pwrite(fd, parts[0], at)
-                origins.note(index)
-                threading.Event().wait()
+            class Half(io.FileIO):
+                def write(self, content):
+                    super().write(content[:100])
+                    origins.note(index)
+                    threading.Event().wait()
 
-            os.pwritev = half  # the process does not outlive the test
+            # The process does not outlive the test.
+            sample_store.open = lambda path, mode, buffering: Half(path, mode)
         return torch.full((5000,), index)
 
     return sample

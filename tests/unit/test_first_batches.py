@@ -54,6 +54,11 @@ def said(watch, seen):
         ([1, 2, 3, 4], 2, {}, False),
         ([1, 1, 2, 3], 2, {}, False),
         ([1, 1], 2, {}, False),
+        ([1, 2], 2, {"read": (8, 9)}, True),
+        ([1, 2, 3, 4], 2, {"read": (8, 9)}, True),
+        ([1, 2, 3, 4], 2, {"read": (8, 8)}, False),
+        ([1, 1, 2, 2], 2, {"read": (8,)}, False),  # each has one sample
+        ([1, 2, 3, 4], 2, {"read": (8, 9), "asked": True}, False),
     ],
 )
 def test_a_stream_whose_workers_give_the_same(digests, num_workers, more, expected):
@@ -62,9 +67,8 @@ def test_a_stream_whose_workers_give_the_same(digests, num_workers, more, expect
     assert len(texts) == expected
     assert looked <= 2 + 2 * num_workers  # then nothing is looked at any more
     if expected:
-        assert (
-            "began with the same batches, and the iterable dataset Stream has not asked which part is whose" in texts[0]
-        )
+        read = "samples" if more else "batches"
+        assert f"began with the same {read}, and the iterable dataset Stream has not asked which part" in texts[0]
         assert undivided.watch_of_workers(DataLoader(Stream(), num_workers=2), 2) is None  # it is said once
 
 

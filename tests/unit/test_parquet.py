@@ -681,3 +681,36 @@ def test_small_row_groups_make_large_blocks_for_a_shuffle_buffer(tmp_path, monke
     reading._block = lambda: blocks.append(block()) or blocks[-1]
     assert sorted(row["x"].item() for row in reading) == list(range(1000))
     assert [sum(table.num_rows for table in tables) for tables, _ in blocks if tables] == [200] * 5
+
+
+def replace(folder, size):
+    """Puts another file in the place of the first, with row groups of this size."""
+    table = pa.table({"i": range(1000, 1100), "t": ["text"] * 100}, SCHEMA)
+    parquet.write_table(table, folder / "new", row_group_size=size, compression="zstd")
+    os.replace(folder / "new", folder / "0.parquet")
+
+
+@pytest.mark.parametrize("size", [20, 50])
+def test_a_file_that_is_replaced_once_it_has_been_opened_is_an_error(tmp_path, monkeypatch, size):
+    """With the same row groups the file that has taken its place can be read, with others it cannot."""
+    iterator = iter(ParquetStream(write(tmp_path, [[20] * 5])))
+    assert numbers(itertools.islice(iterator, 10)) == list(range(10))
+    read = Footers.row_group
+
+    def read_then_replace(*arguments):
+        group = read(*arguments)
+        replace(tmp_path, size)
+        return group
+
+    monkeypatch.setattr(Footers, "row_group", read_then_replace)
+    with pytest.raises(RayloaderError, match=r"0\.parquet was replaced while it is read"):
+        list(iterator)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_an_error(tmp_path):
+    """Its row groups have as many rows, so that only its size and time tell."""
+    iterator = iter(ParquetStream(write(tmp_path, [[20] * 5])))
+    assert numbers(itertools.islice(iterator, 10)) == list(range(10))
+    replace(tmp_path, 20)
+    with pytest.raises(RayloaderError, match=r"0\.parquet was replaced while it is read"):
+        list(iterator)

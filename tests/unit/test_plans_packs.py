@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
 
 import rayloader
 from rayloader.plans import Cuts, PackedStream, pack_collate
@@ -214,11 +215,34 @@ def test_states_of_others_are_refused():
     state = {"open": [], "source": None, "ended": False, "end": None}
     with pytest.raises(rayloader.StateError, match="is of a stream whose iterator has a state, or has none"):
         iterator.load_state_dict(state)
+    of_a_buffer = iter(rayloader.ShuffleBuffer(Stateful([3]), 2)).state_dict()
+    with pytest.raises(rayloader.StateError, match="this is not a state of a PackedStream's iterator"):
+        iterator.load_state_dict(of_a_buffer)
+    shuffled = iter(rayloader.ShuffleBuffer(Stateful([3]), 2))
+    with pytest.raises(rayloader.StateError, match="this is not a state of a ShuffleBuffer's iterator"):
+        shuffled.load_state_dict(iter(PackedStream(Stateful([3]), 4)).state_dict())
+    with pytest.raises(rayloader.StateError, match="size=2, and here it is 3"):
+        iter(rayloader.ShuffleBuffer(Stateful([3]), 3)).load_state_dict(of_a_buffer)
+
+
+@pytest.mark.parametrize("wrapper", [PackedStream, rayloader.ShuffleBuffer])
+def test_a_map_style_dataset_is_no_stream(wrapper):
+    """Python would read it by indices, also past its end."""
+
+    class Squares(Dataset):
+        def __getitem__(self, index):
+            return index**2
+
+    with pytest.raises(TypeError, match=f"{wrapper.__name__} reads an iterable of samples, got Squares"):
+        wrapper(Squares(), 4)
 
 
 def test_an_epoch_is_told_to_the_stream():
-    class Told:
+    class Told(IterableDataset):
         epoch = None
+
+        def __iter__(self):
+            return iter([])
 
         def set_epoch(self, epoch):
             self.epoch = epoch

@@ -184,7 +184,7 @@ def test_an_object_is_found_by_its_module_or_its_file(folder, monkeypatch, by):
         ("of_mine", r"must be named as module:name or file\.py:name, got 'of_mine'"),
         (":make", "must be named as"),
         ("nowhere:make", "nowhere:make can't be found: No module named 'nowhere'"),
-        ("nowhere.py:make", r"nowhere\.py:make can't be found: No module named 'nowhere'"),
+        ("nowhere.py:make", r"nowhere\.py:make can't be found: there is no file nowhere\.py"),
         ("of_mine:nothing", "can't be found: module 'of_mine' has no attribute 'nothing'"),
         ("json.py:loads", r"can't be found: there is another module json, .*json/__init__\.py"),
     ],
