@@ -6,12 +6,10 @@ column.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,16 +19,10 @@ from rayloader.data.columns import Converter, Form, check_alike, paths_of, plain
 from rayloader.data.rows import Row
 from rayloader.errors import ReplicaError
 
-_FILE, _STREAM = b"ARRO", b"\xff\xff\xff\xff"  # how files begin
 _SUFFIXES = (".arrow", ".feather", ".ipc")
 
-if TYPE_CHECKING:
-    _DatasetOfRows = Dataset[Row]
-else:  # as in loader.py: what parameters torch's classes have may change
-    _DatasetOfRows = Dataset
 
-
-class ArrowDataset(_DatasetOfRows):
+class ArrowDataset(Dataset[Row]):
     """Rows of a table, which are mappings of names to values; a loader's batch is a dict of columns.
 
     Whole batches are taken column by column, and the default `collate_fn` gives the columns as they are:
@@ -39,17 +31,16 @@ class ArrowDataset(_DatasetOfRows):
 
     Args:
         source: a `pyarrow.Table`, or any object with `__arrow_c_stream__`; or a path, several, or a folder. Arrow's
-            files (IPC files and streams) are mapped; those that are compressed, or have dictionaries or views of text,
-            are read into memory. Of a folder these are all `.arrow`, `.feather` and `.ipc` files, in the order of
-            their names.
+            files (IPC files and streams) are mapped; dictionaries and views in them are decoded, in each actor. Of a
+            folder these are all `.arrow`, `.feather` and `.ipc` files, in the order of their names.
         columns: their names; None: all.
-        as_: "tensors"; "numpy": arrays, which the default `collate_fn` makes tensors of; "arrow": Arrow's own arrays.
-        fill_null: what stands for a null, by names of columns. There is none among tensors and arrays: one that is met
-            is a ValueError.
+        as_: "tensors"; "arrow": Arrow's own arrays.
+        fill_null: what stands for a null, by names of columns. There is none among tensors: one that is met is a
+            ValueError.
 
     Raises:
         TypeError: an argument, or a column, is of a wrong type.
-        ValueError: an argument has a wrong value, or the files differ in their columns.
+        ValueError: an argument has a wrong value, the files differ in their columns, or one is compressed.
         FileNotFoundError: there is no such file, or none in the folder.
     """
 
@@ -61,28 +52,27 @@ class ArrowDataset(_DatasetOfRows):
         as_: Form = "tensors",
         fill_null: Mapping[str, Any] | None = None,
     ) -> None:
+        self._files: list[tuple[str, int]] = []  # their paths, and how many bytes they have
+        self._table: pa.Table | None = None
         if hasattr(source, "__arrow_c_stream__"):
             table = pa.table(source)
             self._converter = Converter(table.schema, columns, as_, fill_null)
-            parts: list[pa.Table | _MappedFile] = [table.select(self.schema.names)]
+            self._table = table.select(self.schema.names).cast(self.schema).combine_chunks()
+            self._open([self._table])
         else:
-            paths = paths_of(source, "an ArrowDataset, if not of a table,")
-            files = [file for path in paths for file in _files_at(path)]
-            schemas = [_schema_of(file) for file in files]
-            self._converter = Converter(schemas[0], columns, as_, fill_null)
-            for file, schema in zip(files, schemas, strict=True):
-                check_alike(self.schema, files[0], plain(schema), file)
-            parts = [_mapped(file, self.schema.names) for file in files]
-        self._parts = [
-            part if isinstance(part, _MappedFile) else part.cast(self.schema).combine_chunks() for part in parts
-        ]
-        self._open()
+            paths = _files_at(source)
+            self._files = [(path, os.path.getsize(path)) for path in paths]
+            tables = [_mapped(path) for path in paths]
+            self._converter = Converter(tables[0].schema, columns, as_, fill_null)
+            for path, table in zip(paths, tables, strict=True):
+                check_alike(self.schema, paths[0], plain(table.schema), path)
+            self._open(tables)
 
-    def _open(self) -> None:
-        schema, batches = self.schema, (batch for part in self._parts for batch in part.to_batches())
+    def _open(self, tables: list[pa.Table]) -> None:
         self._batches = [
-            pa.RecordBatch.from_arrays([batch.column(name) for name in schema.names], schema=schema)
-            for batch in batches
+            batch
+            for table in tables
+            for batch in table.select(self.schema.names).cast(self.schema).to_batches()
             if batch.num_rows
         ]
         self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
@@ -92,7 +82,7 @@ class ArrowDataset(_DatasetOfRows):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open()
+        self._open([_mapped_again(*file) for file in self._files] if self._table is None else [self._table])
 
     @property
     def schema(self) -> pa.Schema:
@@ -108,8 +98,7 @@ class ArrowDataset(_DatasetOfRows):
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows of these indices, for a loader."""
         places = self._places(indices)
-        names = "row {}".format
-        table = self._converter.ready(self._taken(places), lambda row: names(places[row]))
+        table = self._converter.ready(self._taken(places), lambda row: f"row {places[row]}")
         return self._converter.rows(table)
 
     def _places(self, indices: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -137,93 +126,46 @@ class ArrowDataset(_DatasetOfRows):
         return self._converter.joined([self._batches[number].slice(row, 1) for number, row in pairs])
 
 
-@dataclass(frozen=True)
-class _MappedFile:
-    """An Arrow file that is mapped, in each process that has the dataset."""
-
-    path: str
-    nbytes: int
-
-    def to_batches(self) -> list[pa.RecordBatch]:
-        """The batches, whose memory is that of the file."""
-        try:
-            source = pa.memory_map(self.path)
-        except OSError as error:
-            raise ReplicaError(
-                f"this process cannot open {self.path}, a file of an ArrowDataset: {error}; each node needs the files "
-                "of the dataset under the same path"
-            ) from None
-        if source.size() != self.nbytes:
-            raise ReplicaError(
-                f"{self.path}, a file of an ArrowDataset, has {source.size()} bytes here, and had {self.nbytes} when "
-                "the dataset was made; make the dataset again, and replace its files by renaming, never in place"
-            )
-        return _batches_of(source)
-
-
-def _files_at(path: str) -> list[str]:
-    """A file, or those of Arrow's formats in a folder, in the order of their names."""
-    if "://" in path:
-        raise ValueError(
-            f"an ArrowDataset maps files of this machine, got {path!r}; read Parquet files elsewhere by a "
-            "rayloader.ParquetStream, or copy them"
-        )
-    files = [os.path.abspath(path)]
-    if os.path.isdir(path):
-        names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES) and name[0] not in "._")
-        files = [os.path.join(files[0], name) for name in names]
-        if not files:
+def _files_at(source: Any) -> list[str]:
+    """The files of paths; of a folder those of Arrow's formats, in the order of their names."""
+    files = []
+    for path in paths_of(source, "an ArrowDataset, if not of a table,"):
+        found = [path]
+        if os.path.isdir(path):
+            names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES) and name[0] not in "._")
+            found = [os.path.join(path, name) for name in names]
+        if not found:
             raise FileNotFoundError(f"the folder {path} has no file that ends in {' or '.join(_SUFFIXES)}")
-    for file in files:
-        if _head(file) not in (_FILE, _STREAM):
-            raise ValueError(
-                f"files of an ArrowDataset must be of Arrow's formats, got {file}, which begins {_head(file)!r}; read "
-                "others into a table, as by pyarrow.parquet.read_table, and give that, or use a rayloader.ParquetStream"
-            )
+        files += map(os.path.abspath, found)
     return files
 
 
-def _head(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(4)
-
-
-def _mapped(path: str, names: list[str]) -> pa.Table | _MappedFile:
-    """A file that is mapped, or a table if its columns do not lie in it as they are: compressed, or to be cast."""
-    with _naming(path), pa.memory_map(path) as source:
-        region, size = source.read_buffer(), source.size()
-        source.seek(0)
-        batches = _batches_of(source)
-        table = pa.Table.from_batches(batches, batches[0].schema if batches else _schema_of(path)).select(names)
-    first = next((batch for batch in table.to_batches() if batch.num_rows), None)
-    lie_in = first is None or all(_lies_in(region, column) for column in first.slice(0, 1).columns)
-    return _MappedFile(path, size) if lie_in and plain(table.schema).types == table.schema.types else table
-
-
-def _schema_of(path: str) -> pa.Schema:
-    with _naming(path), pa.memory_map(path) as source:
-        return (pa.ipc.open_file if _head(path) == _FILE else pa.ipc.open_stream)(source).schema
-
-
-def _batches_of(source: pa.NativeFile) -> list[pa.RecordBatch]:
-    is_file = source.read(len(_FILE)) == _FILE
-    source.seek(0)
-    if not is_file:
-        return list(pa.ipc.open_stream(source))
-    reader = pa.ipc.open_file(source)
-    return [reader.get_batch(number) for number in range(reader.num_record_batches)]
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Names the file in an error of pyarrow's."""
+def _mapped(path: str) -> pa.Table:
     try:
-        yield
+        with pa.memory_map(path) as source:
+            file = source.read_buffer()
+        table = (pa.ipc.open_file if file.slice(0, 4) == b"ARRO" else pa.ipc.open_stream)(file).read_all()
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read, it is damaged or not whole: {error}") from error
+        raise ValueError(
+            f"{path} cannot be read, it is damaged, not whole, or no Arrow file: {error}; read other files into a "
+            "table, as by pyarrow.parquet.read_table, and give that, or use a rayloader.ParquetStream"
+        ) from error
+    chunks = [chunk for column in table.slice(0, 1).columns for chunk in column.chunks]
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers() if buffer]
+    if not all(file.address <= buffer.address < file.address + file.size for buffer in buffers):
+        raise ValueError(
+            f"files of an ArrowDataset are mapped, and {path} is compressed; write it without compression, or give the "
+            "table that pyarrow.feather.read_table reads"
+        )
+    return table
 
 
-def _lies_in(region: pa.Buffer, column: pa.Array) -> bool:
-    """Whether a column is a part of a file's memory, as it is if the file is not compressed and has no views."""
-    end = region.address + region.size
-    return all(region.address <= buffer.address < end for buffer in column.buffers() if buffer and buffer.size)
+def _mapped_again(path: str, nbytes: int) -> pa.Table:
+    """A file in another process, perhaps on another node."""
+    here = os.path.getsize(path) if os.path.exists(path) else 0
+    if here != nbytes:
+        raise ReplicaError(
+            f"{path}, a file of an ArrowDataset, has {here} bytes here, and had {nbytes} when the dataset was made; "
+            "each node needs the same files under the same paths, and for other files the dataset must be made again"
+        )
+    return _mapped(path)

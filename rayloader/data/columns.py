@@ -1,8 +1,8 @@
-"""Columns of Arrow's as tensors, arrays or Python objects: the one place that says what becomes of each type.
+"""Columns of Arrow's as tensors or Python objects: the one place that says what becomes of each type.
 
 Promise: a type, a name or a value for which there is no rule is an error when a `Converter` is made; a null for which
-there is none is an error that names column and row. Tensors and arrays have the memory that they are converted from, no
-copy of it: `take` gives memory of its own.
+there is none is an error that names column and row. Tensors have the memory that they are converted from, no copy
+of it: `take` gives memory of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -21,15 +20,12 @@ from torch.utils.dlpack import from_dlpack
 
 from rayloader.data.rows import Chunk, Row, item
 
-Form = Literal["tensors", "numpy", "arrow"]
-FORMS = ("tensors", "numpy", "arrow")
+Form = Literal["tensors", "arrow"]
 
-_WHOLE = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
-_PLAIN = {*_WHOLE, pa.float16(), pa.float32(), pa.float64()}  # as tensors have them
+_NUMBERS = types.is_integer, types.is_floating  # as tensors have them
 _is_fixed = types.is_fixed_size_list
 _LISTS = types.is_list, types.is_large_list
-_TEXTS = types.is_string, types.is_large_string
-_BYTES = types.is_binary, types.is_large_binary, types.is_fixed_size_binary
+_TEXTS = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary
 _CAST = types.is_boolean, types.is_decimal, types.is_date, types.is_time, types.is_timestamp, types.is_duration
 _DAYS_AND_SECONDS = types.is_date32, types.is_time32  # those that have 32 bits
 
@@ -59,22 +55,20 @@ class Converter:
         as_: Form,
         fill_null: Mapping[str, Any] | None,
     ) -> None:
-        if as_ not in FORMS:
-            raise ValueError(f'as_ must be "tensors", "numpy" or "arrow", got {as_!r}')
-        self._form = as_
+        if as_ not in ("tensors", "arrow"):
+            raise ValueError(f'as_ must be "tensors" or "arrow", got {as_!r}')
+        self._is_arrow = as_ == "arrow"
         self.schema = plain(pa.schema([schema.field(name) for name in _names(schema, columns)]))
         within = [pair for field in self.schema for pair in _within(field.type, field.name)]
-        for path, kind in within if as_ != "arrow" else ():
-            if not (kind in _PLAIN or _is(kind, *_CAST, *_TEXTS, *_BYTES, *_LISTS, _is_fixed, types.is_struct)):
+        for path, kind in within if not self._is_arrow else ():
+            if not _is(kind, *_NUMBERS, *_CAST, *_TEXTS, *_LISTS, _is_fixed, types.is_struct):
                 raise TypeError(
-                    f"column {path!r} is of type {kind}, which has no form as {as_}; leave it out by columns=, cast it "
+                    f"column {path!r} is of type {kind}, which no tensor has; leave it out by columns=, cast it "
                     'before, or use as_="arrow"'
                 )
-        self.lists = frozenset(path for path, kind in within if as_ != "arrow" and _is_ragged(kind))
+        self.lists = frozenset(path for path, kind in within if not self._is_arrow and _is_ragged(kind))
         self._fill = {}
-        if fill_null is not None and not isinstance(fill_null, Mapping):
-            raise TypeError(f"fill_null must be a dict of column names, got {fill_null!r}")
-        for name, value in (fill_null or {}).items():
+        for name, value in dict({} if fill_null is None else fill_null).items():
             _check_named("fill_null", name, self.schema)
             kind = self.schema.field(name).type
             try:
@@ -82,11 +76,9 @@ class Converter:
                 pc.fill_null(pa.nulls(1, kind), self._fill[name])
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                 raise TypeError(
-                    f"fill_null must have values of the columns' types, got {value!r} for {name!r}, which is of type "
-                    f"{kind}: {error}"
+                    f"fill_null must have values of the columns' types, got {value!r} for {name!r}, of {kind}: {error}"
                 ) from None
-        kinds = [kind for _, kind in within]
-        self._slices = any(_is_fixed(kind) and _is_fixed(kind.value_type) for kind in kinds)
+        self._slices = any(_is_fixed(kind) and _is_fixed(kind.value_type) for _, kind in within)
 
     def take(self, table: pa.Table | pa.RecordBatch, places: Any) -> pa.Table:
         """Rows of a table, in memory of their own.
@@ -94,10 +86,9 @@ class Converter:
         `take` of pyarrow 26 gives other values than there are for lists of fixed size within such lists, where the
         column is a slice. Tables with these are put together row by row.
         """
-        if self._slices and len(places):
+        if self._slices:
             return self.joined([table.slice(place, 1) for place in places])
-        taken = table.take(pa.array(places, pa.int64()))
-        return pa.Table.from_batches([taken]) if isinstance(taken, pa.RecordBatch) else taken
+        return self.joined([table.take(pa.array(places, pa.int64()))])
 
     def joined(self, parts: Sequence[pa.Table | pa.RecordBatch]) -> pa.Table:
         """Tables, one after the other, with each column in one piece."""
@@ -118,68 +109,51 @@ class Converter:
         for place, name in enumerate(table.schema.names):
             if name in self._fill and table[name].null_count:
                 table = table.set_column(place, table.schema.field(name), pc.fill_null(table[name], self._fill[name]))
-        for name in self.schema.names if self._form != "arrow" else ():
-            if path := _null_in(array := _in_one(table[name]), name):
+        for name in self.schema.names if not self._is_arrow else ():
+            if path := _null_in(array := table[name].combine_chunks(), name):
                 row = next(index for index in range(len(array)) if _null_in(array.slice(index, 1), name))
                 raise ValueError(
-                    f"column {path!r} is null in {name_row(row)}, and there is no null among {self._form}; give what "
-                    f"stands for it, fill_null={{{name!r}: ...}}, leave such rows out, in a ParquetStream by filters, "
-                    'or use as_="arrow"'
+                    f"column {path!r} is null in {name_row(row)}, and no tensor has a null; pass fill_null={{{name!r}: "
+                    '...}, leave such rows out, in a ParquetStream by filters, or use as_="arrow"'
                 )
         return table
 
     def rows(self, table: pa.Table, numbers: Any = None) -> list[Row]:
         """The rows of a table that is ready, each of which keeps its number, if they have some."""
         chunk = Chunk(table, self, numbers)
-        return [Row.at(chunk, index) for index in range(table.num_rows)]
-
-    def batch(self, table: pa.Table) -> dict[str, Any]:
-        """The columns of a table that is ready, as the default collate gives them."""
-        return {name: _collated(column) for name, column in self.columns(table).items()}
+        return [Row(None, self.lists, chunk, index) for index in range(table.num_rows)]
 
     def columns(self, table: pa.Table) -> dict[str, Any]:
-        """Of a table that is ready; each a tensor, an array of NumPy's or of Arrow's, a list, or a dict of a struct."""
-        return {name: self._of(_in_one(table[name])) for name in self.schema.names}
+        """Of a table that is ready; each a tensor, an array of Arrow's, a list, or a dict of a struct."""
+        return {name: self._of(table[name].combine_chunks()) for name in self.schema.names}
 
     def _of(self, array: pa.Array) -> Any:
         kind = array.type
-        if self._form == "arrow":
+        if self._is_arrow:
             return array
-        if kind in _PLAIN:
-            return self._as_form(_tensor(array))
+        if _is(kind, *_NUMBERS):
+            return from_dlpack(array)  # over the array's memory
         if isinstance(kind, pa.FixedShapeTensorType):
             shaped = self._of(array.storage).reshape(len(array), *kind.shape)
-            axes = [0, *(1 + axis for axis in kind.permutation or range(len(kind.shape)))]
-            return shaped.permute(axes) if isinstance(shaped, torch.Tensor) else shaped.transpose(axes)
+            return shaped.permute(0, *(1 + axis for axis in kind.permutation or range(len(kind.shape))))
         if isinstance(array, pa.ExtensionArray):
             return self._of(array.storage)
         if types.is_struct(kind):
             return {field.name: self._of(part) for field, part in zip(kind, array.flatten(), strict=True)}
         if _is_fixed(kind):
             inner = self._of(array.flatten())
-            if isinstance(inner, (torch.Tensor, np.ndarray)):
+            if isinstance(inner, torch.Tensor):
                 return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
             return _split(inner, [kind.list_size] * len(array))
         if _is(kind, *_LISTS):
             return _split(self._of(array.flatten()), pc.list_value_length(array).to_pylist())
-        return array.to_pylist() if _is(kind, *_TEXTS, *_BYTES) else self._numbers(array)
-
-    def _numbers(self, array: pa.Array) -> Any:
-        """Of types that tensors do not have."""
-        kind = array.type
+        if _is(kind, *_TEXTS):
+            return array.to_pylist()
         if types.is_boolean(kind):
-            return self._as_form(_tensor(array.cast(pa.uint8())).view(torch.bool))
+            return from_dlpack(array.cast(pa.uint8())).view(torch.bool)
         if types.is_decimal(kind):
-            return self._as_form(_tensor(array.cast(pa.float64())))
-        numbers = _tensor(array.cast(pa.int32() if _is(kind, *_DAYS_AND_SECONDS) else pa.int64()))
-        if self._form == "tensors":
-            return numbers
-        unit = "D" if types.is_date32(kind) else "ms" if types.is_date64(kind) else kind.unit
-        letter = "M" if types.is_date(kind) or types.is_timestamp(kind) else "m"
-        return numbers.numpy().astype(np.int64, copy=False).view(f"{letter}8[{unit}]")
-
-    def _as_form(self, numbers: torch.Tensor) -> Any:
-        return numbers if self._form == "tensors" else numbers.numpy()
+            return from_dlpack(array.cast(pa.float64()))
+        return from_dlpack(array.cast(pa.int32() if _is(kind, *_DAYS_AND_SECONDS) else pa.int64()))
 
 
 def plain(schema: pa.Schema) -> pa.Schema:
@@ -201,8 +175,7 @@ def paths_of(given: Any, reader: str) -> list[str]:
         TypeError: it is something else.
         ValueError: there is no path.
     """
-    several = [given] if isinstance(given, (str, os.PathLike)) else given
-    paths = list(several) if isinstance(several, Iterable) else [given]
+    paths = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, os.PathLike)) else [given]
     for path in paths:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"{reader} takes paths, of type str or pathlib.Path, got {path!r:.200}")
@@ -262,7 +235,7 @@ def _is_ragged(kind: pa.DataType, within: bool = False) -> bool:
         return _is_ragged(kind.storage_type, within)
     if _is_fixed(kind):
         return _is_ragged(kind.value_type, True)
-    return _is(kind, *_LISTS) or (within and kind not in _PLAIN and not _is(kind, *_CAST))
+    return _is(kind, *_LISTS) or (within and not _is(kind, *_NUMBERS, *_CAST))
 
 
 def _null_in(array: pa.Array, path: str) -> str:
@@ -279,22 +252,6 @@ def _null_in(array: pa.Array, path: str) -> str:
 
 def _is(kind: pa.DataType, *tests: Callable[[pa.DataType], bool]) -> bool:
     return any(test(kind) for test in tests)
-
-
-def _collated(column: Any) -> Any:
-    if type(column) is dict:
-        return {name: _collated(part) for name, part in column.items()}
-    return torch.from_numpy(column) if isinstance(column, np.ndarray) else column
-
-
-def _tensor(array: pa.Array) -> torch.Tensor:
-    """A tensor over the array's memory."""
-    tensor: torch.Tensor = from_dlpack(array)
-    return tensor
-
-
-def _in_one(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    return column if isinstance(column, pa.Array) else column.combine_chunks()
 
 
 def _split(values: Any, lengths: Sequence[int]) -> list[Any]:

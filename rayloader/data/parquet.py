@@ -2,7 +2,8 @@
 
 Promise: the parts of all workers of all ranks together are the whole, each row once, unless equal steps were asked
 for. Order and parts depend on the files, the arguments and the epoch alone. The state of an iterator is a position, and
-going on from it reads nothing before its row group. Which files there are, their columns and what of a row group is
+going on from it reads nothing before its row group. A file that is replaced while it is read is an error: some rows
+would be old ones, and others new. Which files there are, their columns and what of a row group is
 read is `pyarrow.dataset`'s.
 """
 
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import finalize
 
 import numpy as np
@@ -36,13 +38,10 @@ _OPEN = 64  # files whose footers an iterator keeps; parsing one takes 1 to 3 ms
 _LOST_BY_FORK = {"s3", "gcs", "abfs", "hdfs"}
 
 _Array = np.ndarray[Any, Any]
-if TYPE_CHECKING:
-    _DatasetOfAny = IterableDataset[Any]
-else:  # as in loader.py: what parameters torch's classes have may change
-    _DatasetOfAny = IterableDataset
+_Opened = Callable[[int], dataset.ParquetFileFragment]  # by the number of the file
 
 
-class ParquetStream(_DatasetOfAny):
+class ParquetStream(IterableDataset[Row]):
     """The rows of Parquet files, for workers of all ranks, each of which reads its part.
 
     Rows are mappings of names to values, and become a dict of columns in a batch, as those of an `ArrowDataset` do.
@@ -56,7 +55,7 @@ class ParquetStream(_DatasetOfAny):
         filesystem: of pyarrow, in which the paths are; None: that of the URI, or this machine's.
         columns: their names; None: all.
         filters: which rows: an expression of `pyarrow.compute`, or a list as `pyarrow.parquet.read_table` takes it.
-        as_: "tensors", "numpy" or "arrow", as for `ArrowDataset`; so is `fill_null`.
+        as_: "tensors" or "arrow", as for `ArrowDataset`; so is `fill_null`.
         fill_null: what stands for a null, by names of columns.
         shuffle: the row groups come in another order in each epoch. A `ShuffleBuffer` mixes their rows.
         seed: of that order.
@@ -98,8 +97,7 @@ class ParquetStream(_DatasetOfAny):
             )
         self.shuffle, self.equal_steps, self.epoch = bool(shuffle), equal_steps, 0
         self._paths, self._filesystem = paths_of(paths, "a ParquetStream"), filesystem
-        self._arguments = columns, as_, fill_null
-        self._filters = _expression(filters)
+        self._arguments = filters, columns, as_, fill_null
         self._files: _Files | None = None
         # The process that has used the filesystem.
         self._opened_in: int | None = None if filesystem is None else os.getpid()
@@ -126,7 +124,7 @@ class ParquetStream(_DatasetOfAny):
             )
         self._opened_in = os.getpid()
         if self._files is None:
-            self._files = _Files(self._paths, self._filesystem, self._arguments, self._filters)
+            self._files = _Files(self._paths, self._filesystem, *self._arguments)
         return self._files
 
 
@@ -141,13 +139,7 @@ class _Files:
         filters: which rows are given.
     """
 
-    def __init__(
-        self,
-        paths: list[str],
-        filesystem: fs.FileSystem | None,
-        arguments: tuple[Any, ...],
-        filters: dataset.Expression | None,
-    ) -> None:
+    def __init__(self, paths: list[str], filesystem: fs.FileSystem | None, filters: Any, *arguments: Any) -> None:
         try:
             found = _dataset_at(paths, filesystem)
             fragments = list(found.get_fragments())
@@ -162,20 +154,21 @@ class _Files:
         self._schema = plain(found.schema)
         self.converter, self.filters = Converter(self._schema, *arguments), filters
         try:
+            if filters is not None and not isinstance(filters, dataset.Expression):
+                self.filters = parquet.filters_to_expression(filters)
             if filters is not None:
-                self._schema.empty_table().filter(filters)
-        except (pa.ArrowException, TypeError, ValueError) as error:
-            raise ValueError(f"filters do not fit the columns {', '.join(self._schema.names)}: {error}") from None
-        first = fragments[0]
+                self._schema.empty_table().filter(self.filters)
+        except Exception as error:  # pyarrow checks nothing itself
+            raise ValueError(
+                "filters must be an expression of pyarrow, or a list as [('x', '>', 3)], of the columns "
+                f"{', '.join(self._schema.names)}, got {filters!r:.200}: {error}"
+            ) from None
         # Pyarrow would take a column that is missing in a file for one of nulls.
-        needed = [
-            field
-            for field in self._schema
-            if field.name in first.physical_schema.names
-            and (field.name in self.converter.schema.names or field.name in str(filters))
-        ]
+        asked = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in self._schema.names))
+        used = {*self.converter.schema.names, *asked.findall(str(filters))}
+        needed = [field for field in plain(fragments[0].physical_schema) if field.name in used]
         for fragment in fragments:
-            check_alike(needed, first.path, plain(fragment.physical_schema), fragment.path)
+            check_alike(needed, fragments[0].path, plain(fragment.physical_schema), fragment.path)
         self.filesystem, self._format = found.filesystem, found.format
         self._files = [(fragment.path, fragment.partition_expression) for fragment in fragments]
         self._groups = [(file, group.id) for file, inside in enumerate(groups) for group in inside]
@@ -192,25 +185,46 @@ class _Files:
         path, partition = self._files[file]
         return self._format.make_fragment(path, self.filesystem, partition)
 
-    def load(self, group: int, opened: Callable[[int], dataset.ParquetFileFragment]) -> pa.Table:
+    def load(self, group: int, opened: _Opened, seen: dict[int, Any]) -> pa.Table:
         """The rows of a row group that the filters let through.
 
+        Args:
+            group: its number among those of all files.
+            opened: `open`, which may keep what it has opened.
+            seen: of each file what `_version` said before it was opened first.
+
         Raises:
-            RayloaderError: it cannot be read.
+            RayloaderError: it cannot be read, or its file was replaced.
         """
         file, number = self._groups[group]
         try:
-            fragment = opened(file).subset(row_group_ids=[number])
-            names = self.converter.schema.names
-            table = fragment.to_table(schema=self._schema, columns=names, filter=self.filters)
+            if file not in seen:
+                seen[file] = self._version(file)
+            try:
+                fragment = opened(file).subset(row_group_ids=[number])
+                names = self.converter.schema.names
+                table = fragment.to_table(schema=self._schema, columns=names, filter=self.filters)
+            finally:  # a footer leads astray in a file that has taken the place of its own
+                if self._version(file) != seen[file]:
+                    raise RayloaderError(
+                        f"{self._files[file][0]} was replaced while it is read, so an epoch would have old rows and "
+                        "new ones; write new files under other names, and make the stream again"
+                    )
+        except RayloaderError:
+            raise
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
             raise RayloaderError(f"{self.name(group)} cannot be read: {type(error).__name__}: {error}") from error
         if self.filters is None and table.num_rows != self.rows[group]:
             raise RayloaderError(
-                f"{self.name(group)} cannot be read: it has {table.num_rows} rows now, and had {self.rows[group]} when "
-                "the stream was made; make the stream again"
+                f"{self.name(group)} has {table.num_rows} rows now, and had {self.rows[group]} when the stream was "
+                "made; make the stream again"
             )
         return table.combine_chunks()
+
+    def _version(self, file: int) -> tuple[Any, ...]:
+        """What a file has of its own: another one that takes its place differs in it."""
+        now = self.filesystem.get_file_info(self._files[file][0])
+        return now.size, now.mtime_ns
 
     @property
     def fingerprint(self) -> str:
@@ -243,7 +257,7 @@ class _Reading(Iterator[Row]):
 
     def __init__(self, stream: ParquetStream, files: _Files, part: ShardInfo) -> None:
         self._stream, self._files, self._part = stream, files, part
-        self._opened = lru_cache(_OPEN)(files.open)
+        self._opened, self._seen = lru_cache(_OPEN)(files.open), {}
         self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
         finalize(self, self._thread.shutdown, cancel_futures=True)
         self._go_to(stream.epoch, 0, 0)
@@ -303,7 +317,7 @@ class _Reading(Iterator[Row]):
         return self._tables[self._piece].result()
 
     def _read(self, group: int) -> Future[pa.Table]:
-        return self._thread.submit(self._files.load, group, self._opened)
+        return self._thread.submit(self._files.load, group, self._opened, self._seen)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the next row, in the reader's part of the epoch."""
@@ -340,9 +354,8 @@ class _Reading(Iterator[Row]):
         return [rows[number] for number in numbers.tolist()]
 
     def _must_fit(self) -> dict[str, Any]:
-        stream, part = self._stream, [self._part.index, self._part.count]
-        told = {"shuffle": stream.shuffle, "seed": stream.seed, "equal_steps": stream.equal_steps}
-        return {"files": self._files.fingerprint, "part": part, **told}
+        told = {name: getattr(self._stream, name) for name in ("shuffle", "seed", "equal_steps")}
+        return {"files": self._files.fingerprint, "part": [self._part.index, self._part.count], **told}
 
 
 def _part_of_the_reader(has_ranks: bool) -> ShardInfo:
@@ -363,17 +376,6 @@ def _dataset_at(paths: list[str], filesystem: fs.FileSystem | None) -> dataset.F
         paths = [filesystem.from_uri(path)[1] for path in paths]
     options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
     kind = dataset.ParquetFileFormat(default_fragment_scan_options=options)
-    given = paths if len(paths) > 1 else paths[0]
-    return dataset.dataset(given, format=kind, filesystem=filesystem, partitioning="hive")
-
-
-def _expression(filters: Any) -> dataset.Expression | None:
-    if filters is None or isinstance(filters, dataset.Expression):
-        return filters
-    try:
-        return parquet.filters_to_expression(filters)
-    except Exception as error:  # it checks nothing itself
-        raise ValueError(
-            f"filters must be an expression of pyarrow.compute, or a list such as [('year', '>', 2020)], got "
-            f"{filters!r:.200}: {error}"
-        ) from None
+    return dataset.dataset(
+        paths if len(paths) > 1 else paths[0], format=kind, filesystem=filesystem, partitioning="hive"
+    )

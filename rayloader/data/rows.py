@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import default_collate
 
 from rayloader._compat import default_collate_fn_map
@@ -65,41 +64,38 @@ class Row(MutableMapping[str, Any]):
     function over samples make a row of a dict, `type(row)(values)`.
 
     Args:
-        values: by the names of columns.
+        values: by the names of columns; None if there is a chunk.
         lists: the paths of columns whose values may differ in length from row to row: a batch has a list of them.
+        chunk: in place of values, the `Chunk` in which the row lies.
+        index: its place there.
     """
 
     __slots__ = ("_chunk", "_index", "_own", "lists")
 
-    def __init__(self, values: Mapping[str, Any], lists: frozenset[str] = frozenset()) -> None:
-        self._chunk: Chunk | None = None  # in which it lies, as long as nobody has looked at it
-        self._index = 0
-        self._own: dict[str, Any] | None = dict(values)
-        self.lists = lists
-
-    @classmethod
-    def at(cls, chunk: Chunk, index: int) -> Row:
-        """The row that lies there."""
-        row = cls.__new__(cls)
-        row._chunk, row._index, row._own, row.lists = chunk, index, None, chunk.converter.lists
-        return row
+    def __init__(
+        self,
+        values: Mapping[str, Any] | None,
+        lists: frozenset[str] = frozenset(),
+        chunk: Any = None,
+        index: int = 0,
+    ) -> None:
+        self._own = None if values is None else dict(values)  # once somebody has looked at it
+        self.lists, self._chunk, self._index = lists, chunk, index
 
     @property
     def place(self) -> tuple[Chunk, int] | None:
-        """Where it lies; None if its values may have been changed."""
-        return (self._chunk, self._index) if self._chunk is not None and self._chunk.is_untouched else None
+        """Where it lies in columns; None if its values may have been changed."""
+        return (self._chunk, self._index) if self._own is None and self._chunk.is_untouched else None
 
     @property
     def number(self) -> int:
-        """By which its stream finds it again, as long as nobody has looked at it."""
-        assert self._chunk is not None
+        """By which its stream finds it again."""
         return int(self._chunk.numbers[self._index])
 
     @property
     def _values(self) -> dict[str, Any]:
         if self._own is None:
-            assert self._chunk is not None
-            self._own, self._chunk = self._chunk.row(self._index), None
+            self._own = self._chunk.row(self._index)
         return self._own
 
     def __getitem__(self, name: str) -> Any:
@@ -140,7 +136,7 @@ def collate_rows(batch: Sequence[Any], *, collate_fn_map: Any = None) -> dict[st
     order = [number for _, _, numbers in found.values() for number in numbers]
     if order != sorted(order):
         table = converter.take(table, np.argsort(order))
-    columns: dict[str, Any] = converter.batch(table)
+    columns: dict[str, Any] = converter.columns(table)
     return columns
 
 
@@ -148,14 +144,12 @@ default_collate_fn_map[Row] = collates[Row] = collate_rows
 
 
 def _stacked(values: list[Any], path: str, lists: frozenset[str]) -> Any:
-    """What `Converter.batch` gives, of values from single rows."""
+    """What `Converter.columns` gives, of values from single rows."""
     first = values[0]
     if path in lists:
         return values
     if isinstance(first, dict):
         return {name: _stacked([value[name] for value in values], f"{path}.{name}", lists) for name in first}
-    if isinstance(first, (np.ndarray, np.generic)):
-        return torch.from_numpy(np.stack(values))
     if hasattr(first, "as_py"):  # a scalar of Arrow's
         import pyarrow
 
