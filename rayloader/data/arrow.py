@@ -128,7 +128,7 @@ class ArrowDataset(Dataset[Row]):
 
 def _files_at(source: Any) -> list[str]:
     """The files of paths; of a folder those of Arrow's formats, in the order of their names."""
-    files = []
+    files: list[str] = []
     for path in paths_of(source, "an ArrowDataset, if not of a table,"):
         found = [path]
         if os.path.isdir(path):

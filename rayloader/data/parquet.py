@@ -164,9 +164,12 @@ class _Files:
                 f"{', '.join(self._schema.names)}, got {filters!r:.200}: {error}"
             ) from None
         # Pyarrow would take a column that is missing in a file for one of nulls.
-        asked = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in self._schema.names))
-        used = {*self.converter.schema.names, *asked.findall(str(filters))}
-        needed = [field for field in plain(fragments[0].physical_schema) if field.name in used]
+        names, text = self.converter.schema.names, "" if filters is None else str(self.filters)
+        needed = [
+            field
+            for field in plain(fragments[0].physical_schema)
+            if field.name in names or re.search(rf"(?<!\w){re.escape(field.name)}(?!\w)", text)
+        ]
         for fragment in fragments:
             check_alike(needed, fragments[0].path, plain(fragment.physical_schema), fragment.path)
         self.filesystem, self._format = found.filesystem, found.format
@@ -204,7 +207,7 @@ class _Files:
                 fragment = opened(file).subset(row_group_ids=[number])
                 names = self.converter.schema.names
                 table = fragment.to_table(schema=self._schema, columns=names, filter=self.filters)
-            finally:  # a footer leads astray in a file that has taken the place of its own
+            finally:  # the footer may have been of a file that is there no more, and leads astray in the other
                 if self._version(file) != seen[file]:
                     raise RayloaderError(
                         f"{self._files[file][0]} was replaced while it is read, so an epoch would have old rows and "
@@ -257,7 +260,8 @@ class _Reading(Iterator[Row]):
 
     def __init__(self, stream: ParquetStream, files: _Files, part: ShardInfo) -> None:
         self._stream, self._files, self._part = stream, files, part
-        self._opened, self._seen = lru_cache(_OPEN)(files.open), {}
+        self._opened = lru_cache(_OPEN)(files.open)
+        self._seen: dict[int, Any] = {}
         self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
         finalize(self, self._thread.shutdown, cancel_futures=True)
         self._go_to(stream.epoch, 0, 0)
