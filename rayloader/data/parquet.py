@@ -29,6 +29,7 @@ from rayloader.data.shuffle import whole
 from rayloader.errors import RayloaderError, StateError
 from rayloader.host.shard_info import ShardInfo, get_shard_info
 from rayloader.resume.samplers import trains_in_a_group
+from rayloader.resume.wrapped import Numbered
 
 # Rows that are converted at once: some of them, in a ShuffleBuffer, keep the memory of all.
 _CHUNK_BYTES = 256 << 10
@@ -194,25 +195,20 @@ class _Files:
         Args:
             group: its number among those of all files.
             opened: `open`, which may keep what it has opened.
-            seen: of each file what `_version` said before it was opened first.
+            seen: size and time of each file when it was first seen.
 
         Raises:
             RayloaderError: it cannot be read, or its file was replaced.
         """
         file, number = self._groups[group]
         try:
-            if file not in seen:
-                seen[file] = self._version(file)
+            self._check(file, seen)
             try:
                 fragment = opened(file).subset(row_group_ids=[number])
                 names = self.converter.schema.names
                 table = fragment.to_table(schema=self._schema, columns=names, filter=self.filters)
             finally:  # the footer may have been of a file that is there no more, and leads astray in the other
-                if self._version(file) != seen[file]:
-                    raise RayloaderError(
-                        f"{self._files[file][0]} was replaced while it is read, so an epoch would have old rows and "
-                        "new ones; write new files under other names, and make the stream again"
-                    )
+                self._check(file, seen)
         except RayloaderError:
             raise
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
@@ -224,10 +220,15 @@ class _Files:
             )
         return table.combine_chunks()
 
-    def _version(self, file: int) -> tuple[Any, ...]:
-        """What a file has of its own: another one that takes its place differs in it."""
-        now = self.filesystem.get_file_info(self._files[file][0])
-        return now.size, now.mtime_ns
+    def _check(self, file: int, seen: dict[int, Any]) -> None:
+        """Compares the size and the time of a file with those that it had when it was first seen."""
+        path, _ = self._files[file]
+        now = self.filesystem.get_file_info(path)
+        if seen.setdefault(file, (now.size, now.mtime_ns)) != (now.size, now.mtime_ns):
+            raise RayloaderError(
+                f"{path} was replaced while it is read, so an epoch would have old rows and new ones; write new files "
+                "under other names, and make the stream again"
+            )
 
     @property
     def fingerprint(self) -> str:
@@ -255,7 +256,7 @@ class _Files:
         return list(zip(order[kept].tolist(), firsts[kept].tolist(), lasts[kept].tolist(), strict=True))
 
 
-class _Reading(Iterator[Row]):
+class _Reading(Numbered):
     """One reader's way through an epoch."""
 
     def __init__(self, stream: ParquetStream, files: _Files, part: ShardInfo) -> None:
@@ -343,11 +344,11 @@ class _Reading(Iterator[Row]):
                 )
         self._go_to(state["epoch"], state["piece"], state["row"])
 
-    def saved(self, rows: Sequence[Row]) -> _Array:
-        """What a `ShuffleBuffer` saves of rows that it has: their numbers among those of all files."""
-        return np.array([row.number for row in rows], np.int64)
+    def numbers(self, samples: Sequence[Row]) -> _Array:
+        """Those of rows, among the rows of all files."""
+        return np.array([row.number for row in samples], np.int64)
 
-    def loaded(self, numbers: _Array) -> list[Row]:
+    def found(self, numbers: _Array) -> list[Row]:
         """The rows of these numbers; reads their row groups."""
         groups = np.searchsorted(self._files.bounds + self._files.rows, numbers, "right")
         rows: dict[int, Row] = {}
