@@ -166,11 +166,8 @@ class _Files:
             ) from None
         # Pyarrow would take a column that is missing in a file for one of nulls.
         names, text = self.converter.schema.names, "" if filters is None else str(self.filters)
-        needed = [
-            field
-            for field in plain(fragments[0].physical_schema)
-            if field.name in names or re.search(rf"(?<!\w){re.escape(field.name)}(?!\w)", text)
-        ]
+        asked = [name for name in self._schema.names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+        needed = [field for field in plain(fragments[0].physical_schema) if field.name in (*names, *asked)]
         for fragment in fragments:
             check_alike(needed, fragments[0].path, plain(fragment.physical_schema), fragment.path)
         self.filesystem, self._format = found.filesystem, found.format
@@ -205,8 +202,7 @@ class _Files:
             self._check(file, seen)
             try:
                 fragment = opened(file).subset(row_group_ids=[number])
-                names = self.converter.schema.names
-                table = fragment.to_table(schema=self._schema, columns=names, filter=self.filters)
+                table = fragment.to_table(self._schema, columns=self.converter.schema.names, filter=self.filters)
             finally:  # the footer may have been of a file that is there no more, and leads astray in the other
                 self._check(file, seen)
         except RayloaderError:
@@ -261,8 +257,7 @@ class _Reading(Numbered):
 
     def __init__(self, stream: ParquetStream, files: _Files, part: ShardInfo) -> None:
         self._stream, self._files, self._part = stream, files, part
-        self._opened = lru_cache(_OPEN)(files.open)
-        self._seen: dict[int, Any] = {}
+        self._opened, self._seen = lru_cache(_OPEN)(files.open), dict[int, Any]()
         self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
         finalize(self, self._thread.shutdown, cancel_futures=True)
         self._go_to(stream.epoch, 0, 0)
@@ -353,8 +348,14 @@ class _Reading(Numbered):
         groups = np.searchsorted(self._files.bounds + self._files.rows, numbers, "right")
         rows: dict[int, Row] = {}
         for group in np.unique(groups).tolist():
-            here = numbers[groups == group]
-            found = self._rows(group, self._read(group).result(), here - self._files.bounds[group])
+            here, table = numbers[groups == group], self._read(group).result()
+            places = here - self._files.bounds[group]
+            if places.max() >= table.num_rows:
+                raise StateError(
+                    f"the state of a ParquetStream has rows of {self._files.name(group)} that the filters let "
+                    "through no more; make the stream as it was, with the same files"
+                )
+            found = self._rows(group, table, places)
             rows.update(zip(here.tolist(), found, strict=True))
         return [rows[number] for number in numbers.tolist()]
 
