@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from torch.utils.data import Dataset
 
-from rayloader.data.columns import Converter, Form, check_alike, paths_of, plain
+from rayloader.data.columns import Converter, Form, cast, check_alike, paths_of, plain
 from rayloader.data.rows import Row
 from rayloader.errors import ReplicaError
 
@@ -57,7 +57,7 @@ class ArrowDataset(Dataset[Row]):
         if hasattr(source, "__arrow_c_stream__"):
             table = pa.table(source)
             self._converter = Converter(table.schema, columns, as_, fill_null)
-            self._table = table.select(self.schema.names).cast(self.schema).combine_chunks()
+            self._table = cast(table, self.schema).combine_chunks()
             self._open([self._table])
         else:
             paths = _files_at(source)
@@ -69,12 +69,8 @@ class ArrowDataset(Dataset[Row]):
             self._open(tables)
 
     def _open(self, tables: list[pa.Table]) -> None:
-        self._batches = [
-            batch
-            for table in tables
-            for batch in table.select(self.schema.names).cast(self.schema).to_batches()
-            if batch.num_rows
-        ]
+        batches = (batch for table in tables for batch in cast(table, self.schema).to_batches())
+        self._batches = [batch for batch in batches if batch.num_rows]
         self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ of it: `take` gives memory of its own.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ _is_fixed = types.is_fixed_size_list
 _LISTS = types.is_list, types.is_large_list
 _TEXTS = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary
 _CAST = types.is_boolean, types.is_decimal, types.is_date, types.is_time, types.is_timestamp, types.is_duration
-_DAYS_AND_SECONDS = types.is_date32, types.is_time32  # those that have 32 bits
 
 
 class Converter:
@@ -49,11 +49,7 @@ class Converter:
     """
 
     def __init__(
-        self,
-        schema: pa.Schema,
-        columns: Sequence[str] | None,
-        as_: Form,
-        fill_null: Mapping[str, Any] | None,
+        self, schema: pa.Schema, columns: Sequence[str] | None, as_: Form, fill_null: Mapping[str, Any] | None
     ) -> None:
         if as_ not in ("tensors", "arrow"):
             raise ValueError(f'as_ must be "tensors" or "arrow", got {as_!r}')
@@ -153,15 +149,22 @@ class Converter:
             return from_dlpack(array.cast(pa.uint8())).view(torch.bool)
         if types.is_decimal(kind):
             return from_dlpack(array.cast(pa.float64()))
-        return from_dlpack(array.cast(pa.int32() if _is(kind, *_DAYS_AND_SECONDS) else pa.int64()))
+        return from_dlpack(array.cast(pa.int32() if types.is_date32(kind) or types.is_time32(kind) else pa.int64()))
 
 
-def plain(schema: pa.Schema) -> pa.Schema:
-    """The schema with dictionaries as their values, which differ from file to file, and views as text or binary data.
+def plain(schema: pa.Schema, decodes: bool = True) -> pa.Schema:
+    """The schema with views as text or binary data, and, if it `decodes`, dictionaries as their values.
 
-    Pyarrow cannot take rows of views, which other libraries write. What files say beyond types is left out.
+    Dictionaries differ from file to file. Pyarrow cannot take rows of views, which other libraries write. What files
+    say beyond types is left out.
     """
-    return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
+    return pa.schema([pa.field(field.name, _plain(field.type, decodes)) for field in schema])
+
+
+def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The columns of a table that a plain schema has. Pyarrow decodes no dictionary whose values are views."""
+    chosen = table.select(schema.names)
+    return chosen.cast(plain(chosen.schema, decodes=False)).cast(schema)
 
 
 def paths_of(given: Any, reader: str) -> list[str]:
@@ -200,17 +203,18 @@ def check_alike(wanted: Iterable[pa.Field], first: str, schema: pa.Schema, path:
             )
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _plain(kind: pa.DataType, decodes: bool) -> pa.DataType:
+    within = functools.partial(_plain, decodes=decodes)
     if types.is_dictionary(kind):
-        return _plain(kind.value_type)
+        return within(kind.value_type) if decodes else pa.dictionary(kind.index_type, within(kind.value_type))
     if types.is_struct(kind):
-        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+        return pa.struct([field.with_type(within(field.type)) for field in kind])
     if _is_fixed(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
+        return pa.list_(kind.value_field.with_type(within(kind.value_type)), kind.list_size)
     if types.is_map(kind):
-        return pa.map_(*(part.with_type(_plain(part.type)) for part in (kind.key_field, kind.item_field)))
+        return pa.map_(*(part.with_type(within(part.type)) for part in (kind.key_field, kind.item_field)))
     if _is(kind, *_LISTS):
-        inner = kind.value_field.with_type(_plain(kind.value_type))
+        inner = kind.value_field.with_type(within(kind.value_type))
         return pa.list_(inner) if types.is_list(kind) else pa.large_list(inner)
     if types.is_string_view(kind):
         return pa.large_string()

@@ -39,7 +39,6 @@ _OPEN = 64  # files whose footers an iterator keeps; parsing one takes 1 to 3 ms
 _LOST_BY_FORK = {"s3", "gcs", "abfs", "hdfs"}
 
 _Array = np.ndarray[Any, Any]
-_Opened = Callable[[int], dataset.ParquetFileFragment]  # by the number of the file
 
 
 class ParquetStream(IterableDataset[Row]):
@@ -186,7 +185,7 @@ class _Files:
         path, partition = self._files[file]
         return self._format.make_fragment(path, self.filesystem, partition)
 
-    def load(self, group: int, opened: _Opened, seen: dict[int, Any]) -> pa.Table:
+    def load(self, group: int, opened: Callable[[int], Any], seen: dict[int, Any]) -> pa.Table:
         """The rows of a row group that the filters let through.
 
         Args:

@@ -40,15 +40,6 @@ class Chunk:
         values: dict[str, Any] = self.converter.columns(self.table)
         return values
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nobody has looked at a row, and could have changed what it holds."""
-        return "values" not in self.__dict__
-
-    def row(self, index: int) -> dict[str, Any]:
-        """The values of a row."""
-        return {name: item(column, index) for name, column in self.values.items()}
-
 
 def item(column: Any, index: int) -> Any:
     """One value of a column; that of a struct is a dict."""
@@ -73,19 +64,16 @@ class Row(MutableMapping[str, Any]):
     __slots__ = ("_chunk", "_index", "_own", "lists")
 
     def __init__(
-        self,
-        values: Mapping[str, Any] | None,
-        lists: frozenset[str] = frozenset(),
-        chunk: Any = None,
-        index: int = 0,
+        self, values: Mapping[str, Any] | None, lists: frozenset[str] = frozenset(), chunk: Any = None, index: int = 0
     ) -> None:
         self._own = None if values is None else dict(values)  # once somebody has looked at it
         self.lists, self._chunk, self._index = lists, chunk, index
 
     @property
     def place(self) -> tuple[Chunk, int] | None:
-        """Where it lies in columns; None if its values may have been changed."""
-        return (self._chunk, self._index) if self._own is None and self._chunk.is_untouched else None
+        """Where it lies in columns; None if somebody has looked at one of these rows, and could change it."""
+        is_untouched = self._own is None and "values" not in vars(self._chunk)
+        return (self._chunk, self._index) if is_untouched else None
 
     @property
     def number(self) -> int:
@@ -95,7 +83,7 @@ class Row(MutableMapping[str, Any]):
     @property
     def _values(self) -> dict[str, Any]:
         if self._own is None:
-            self._own = self._chunk.row(self._index)
+            self._own = {name: item(column, self._index) for name, column in self._chunk.values.items()}
         return self._own
 
     def __getitem__(self, name: str) -> Any:
@@ -153,5 +141,8 @@ def _stacked(values: list[Any], path: str, lists: frozenset[str]) -> Any:
     if hasattr(first, "as_py"):  # a scalar of Arrow's
         import pyarrow
 
-        return pyarrow.array([value.as_py() for value in values], first.type)
+        if isinstance(first, pyarrow.ExtensionScalar):
+            stored = pyarrow.array([value.value for value in values], first.type.storage_type)
+            return pyarrow.ExtensionArray.from_storage(first.type, stored)
+        return pyarrow.array(values, first.type)
     return default_collate(values)
