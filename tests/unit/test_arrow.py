@@ -336,7 +336,9 @@ def test_a_null_is_an_error_that_names_column_row_and_remedy(column, path, value
     table = pa.table({"x": column})
     dataset = ArrowDataset(table)
     assert len(dataset.__getitems__([0, 1])) == 2
-    with pytest.raises(ValueError, match=r"is null in row 2, and no tensor has a null; pass fill_null=\{'x': ") as found:
+    with pytest.raises(
+        ValueError, match=r"is null in row 2, and no tensor has a null; pass fill_null=\{'x': "
+    ) as found:
         dataset.__getitems__([1, 2, 0])
     assert str(found.value).startswith(f"column {path!r} is null")
     if value is not None:
