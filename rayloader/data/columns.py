@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -62,6 +63,7 @@ class Converter:
                     f"column {path!r} is of type {kind}, which no tensor has; leave it out by columns=, cast it "
                     'before, or use as_="arrow"'
                 )
+        _check_once([path for path, _ in within if not self._is_arrow])
         self.lists = frozenset(path for path, kind in within if not self._is_arrow and _is_ragged(kind))
         self._fill = {}
         for name, value in dict({} if fill_null is None else fill_null).items():
@@ -276,9 +278,14 @@ def _names(schema: pa.Schema, columns: Sequence[str] | None) -> list[str]:
         raise ValueError("columns must name at least one column, got none")
     for name in names:
         _check_named("columns", name, schema)
-    if twice := sorted({name for name in names if names.count(name) > 1 or schema.names.count(name) > 1}):
-        raise ValueError(f"a row has each column once, and {twice} come more than once; rename them, or leave them out")
+    _check_once(names)
+    _check_once([name for name in schema.names if name in names])
     return names
+
+
+def _check_once(paths: list[str]) -> None:
+    if twice := sorted(path for path, count in Counter(paths).items() if count > 1):
+        raise ValueError(f"a row has each column once, and {twice} come more than once; rename them, or leave them out")
 
 
 def _check_named(argument: str, name: str, schema: pa.Schema) -> None:

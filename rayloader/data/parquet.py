@@ -197,6 +197,7 @@ class _Files:
             RayloaderError: it cannot be read, or its file was replaced.
         """
         file, number = self._groups[group]
+        path, _ = self._files[file]
         try:
             self._check(file, seen)
             try:
@@ -207,11 +208,13 @@ class _Files:
         except RayloaderError:
             raise
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
-            raise RayloaderError(f"{self.name(group)} cannot be read: {type(error).__name__}: {error}") from error
+            raise RayloaderError(
+                f"row group {number} of {path} cannot be read: {type(error).__name__}: {error}"
+            ) from error
         if self.filters is None and table.num_rows != self.rows[group]:
             raise RayloaderError(
-                f"{self.name(group)} has {table.num_rows} rows now, and had {self.rows[group]} when the stream was "
-                "made; make the stream again"
+                f"row group {number} of {path} has {table.num_rows} rows now, and had {self.rows[group]} when the "
+                "stream was made; make the stream again"
             )
         return table.combine_chunks()
 

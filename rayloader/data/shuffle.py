@@ -7,7 +7,7 @@ gives for each worker and epoch. The state of an iterator holds the samples of t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -44,7 +44,7 @@ class ShuffleBuffer(_StreamOf[_T], Generic[_T]):
         TypeError: `stream` is no iterable: a map-style dataset.
     """
 
-    def __init__(self, stream: Any, size: int) -> None:
+    def __init__(self, stream: Iterable[_T], size: int) -> None:
         check_stream("ShuffleBuffer", stream)
         self.stream, self.size = stream, whole("size", size, 1, "ShuffleBuffer")
         pass_on(self, stream)

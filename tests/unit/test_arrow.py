@@ -381,6 +381,16 @@ REFUSED = [
         lambda: ArrowDataset(pa.table({"l": [[None, 1]]}), fill_null={"l[]": 0}, as_="arrow"),
     ),
     (
+        ValueError,
+        r"a row has each column once, and \['s\.a'\] come more than once; rename them",
+        lambda: ArrowDataset(pa.table({"s": pa.StructArray.from_arrays([pa.array([1])] * 2, ["a", "a"])})),
+    ),
+    (
+        ValueError,
+        r"a row has each column once, and \['s\.a'\] come more than once; rename them",
+        lambda: ArrowDataset(pa.table({"s.a": [[1]], "s": [{"a": 1}]})),
+    ),
+    (
         TypeError,
         r"column 's\.a' is of type map",
         lambda: ArrowDataset(pa.table({"s.a": pa.array([[]], pa.map_(pa.string(), pa.int8())), "s": [{"a": 1}]})),
