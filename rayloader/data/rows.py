@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from torch.utils.data import default_collate
 
 from rayloader._compat import default_collate_fn_map
@@ -110,21 +109,19 @@ class Row(MutableMapping[str, Any]):
 
 def collate_rows(batch: Sequence[Any], *, collate_fn_map: Any = None) -> dict[str, Any]:
     """The batch of rows, a column for each name; see NOTE [collate]."""
-    found: dict[int, tuple[Chunk, list[int], list[int]]] = {}  # rows of a ShuffleBuffer come from many chunks
+    starts: dict[Chunk, int] = {}  # of each chunk, among the rows of all: those of a ShuffleBuffer come from many
+    count, indices = 0, list[int]()
     converter: Any = None
-    for number, row in enumerate(batch):
+    for row in batch:
         place = row.place if type(row) is Row else None
         if place is None or place[0].converter is not (converter or place[0].converter):
             return {name: _stacked([row[name] for row in batch], name, batch[0].lists) for name in batch[0]}
-        converter = place[0].converter
-        _, indices, numbers = found.setdefault(id(place[0]), (place[0], [], []))
-        indices.append(place[1])
-        numbers.append(number)
-    table = converter.joined([converter.take(chunk.table, indices) for chunk, indices, _ in found.values()])
-    order = [number for _, _, numbers in found.values() for number in numbers]
-    if order != sorted(order):
-        table = converter.take(table, np.argsort(order))
-    columns: dict[str, Any] = converter.columns(table)
+        chunk, index = place
+        converter = chunk.converter
+        if chunk not in starts:
+            starts[chunk], count = count, count + chunk.table.num_rows
+        indices.append(starts[chunk] + index)
+    columns: dict[str, Any] = converter.columns(converter.gathered([chunk.table for chunk in starts], indices))
     return columns
 
 
