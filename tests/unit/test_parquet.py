@@ -21,6 +21,7 @@ from rayloader import ParquetStream, RayloaderError, ShuffleBuffer, StateError
 from rayloader.data import parquet as module
 from rayloader.host.shard_info import Reader
 from rayloader.plain_state import pack, unpack
+from rayloader.plans import PackedStream
 
 # Row groups of the files that most tests read: 100 rows in 9 groups, of unequal length.
 GROUPS = [[7, 20, 1], [30], [5, 5, 11, 20, 1]]
@@ -623,9 +624,13 @@ def test_an_epoch_that_is_none_is_an_error(folder):
         ParquetStream(folder).set_epoch(1.5)
 
 
+class Mixed(ShuffleBuffer):
+    """Of a program."""
+
+
 def test_a_loader_that_skips_is_refused_with_equal_steps(folder):
     stream = ParquetStream(folder, equal_steps="cut")
-    for wrapped in (stream, ShuffleBuffer(stream, 3), ShuffleBuffer(ShuffleBuffer(stream, 3), 3)):
+    for wrapped in (stream, ShuffleBuffer(stream, 3), ShuffleBuffer(Mixed(stream, 3), 3), PackedStream(stream, 9)):
         with pytest.raises(ValueError, match=r"on_error=\"skip\" leaves out rows .* got equal_steps='cut'"):
             rayloader.DataLoader(wrapped, on_error="skip")
         rayloader.DataLoader(wrapped)
