@@ -3,8 +3,8 @@
 Promise: the parts of all workers of all ranks together are the whole, each row once, unless equal steps were asked
 for. Order and parts depend on the files, the arguments and the epoch alone. The state of an iterator is a position, and
 going on from it reads nothing before its row group. A file that is replaced while it is read is an error: some rows
-would be old ones, and others new. Which files there are, their columns and what of a row group is
-read is `pyarrow.dataset`'s.
+would be old ones, and others new. Which files there are, their columns and what of a row group is read is
+`pyarrow.dataset`'s.
 """
 
 from __future__ import annotations
@@ -383,6 +383,8 @@ def _dataset_at(paths: list[str], filesystem: fs.FileSystem | None) -> dataset.F
     if filesystem is None and "://" in paths[0]:
         filesystem = fs.FileSystem.from_uri(paths[0])[0]
         paths = [filesystem.from_uri(path)[1] for path in paths]
+    elif filesystem is None:  # an actor may work in another folder
+        paths = [path if "://" in path else os.path.abspath(path) for path in paths]
     options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
     kind = dataset.ParquetFileFormat(default_fragment_scan_options=options)
     return dataset.dataset(

@@ -538,6 +538,15 @@ def test_paths_of_each_kind(folder, tmp_path, monkeypatch):
     assert numbers(pickle.loads(pickle.dumps(ParquetStream("1.parquet", filesystem=below)))) == list(range(28, 58))
 
 
+def test_a_stream_of_relative_paths_is_read_in_another_folder(folder, tmp_path, monkeypatch):
+    """As an actor's is."""
+    monkeypatch.chdir(folder)
+    streams = ParquetStream("1.parquet"), ParquetStream(["1.parquet", "0.parquet"]), ParquetStream(".")
+    monkeypatch.chdir(tmp_path)
+    found = [numbers(pickle.loads(pickle.dumps(stream))) for stream in streams]
+    assert found == [list(range(28, 58)), [*range(28, 58), *range(28)], list(range(100))]
+
+
 HIDDEN = ("_temporary/0/x.parquet", "a/.checkpoints/x.parquet")
 
 
