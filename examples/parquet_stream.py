@@ -2,8 +2,8 @@
 
 The program writes the files itself: scikit-learn's 1797 handwritten digits, as PNG files in a column of binary data.
 Two workers read them as a stream: each takes its part of the row groups, mixes the rows in a buffer and decodes the
-images. In the middle of an epoch the program saves a state of the loader, throws the loader away, and goes on with a
-new one that loads the state.
+images of each batch. In the middle of an epoch the program saves a state of the loader, throws the loader away, and
+goes on with a new one that loads the state.
 
 Exit status: 0 if `--target` of the digits are classified correctly at the end, 1 otherwise.
 
@@ -14,7 +14,9 @@ import argparse
 import io
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +26,7 @@ from pyarrow import parquet
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from rayloader import DataLoader, ParquetStream
+from rayloader import DataLoader, ParquetStream, ShuffleBuffer
 
 FILES, GROUP_ROWS = 4, 64
 
@@ -49,10 +51,16 @@ def decode(png: bytes) -> Tensor:
     return torch.from_numpy(np.array(Image.open(io.BytesIO(png)), np.float32) / 255).flatten()
 
 
+def collate(rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Make a batch of rows, in a worker."""
+    images = [decode(row["image"]) for row in rows]
+    return {"image": torch.stack(images), "label": torch.stack([row["label"] for row in rows])}
+
+
 def make_loader(folder: Path) -> DataLoader:
-    """Make the loader; every one of these gives the same batches in the same epoch."""
-    stream = ParquetStream(folder, decode={"image": decode}, shuffle_buffer=500)
-    return DataLoader(stream, batch_size=32, num_workers=2)
+    """Make a loader."""
+    stream = ShuffleBuffer(ParquetStream(folder, shuffle=True), 500)
+    return DataLoader(stream, batch_size=32, num_workers=2, collate_fn=collate)
 
 
 def train(folder: Path, epochs: int) -> float:
@@ -77,7 +85,7 @@ def train(folder: Path, epochs: int) -> float:
                 iterator = iter(loader)
                 print(f"epoch {epoch}: continued after {seen} images", flush=True)
         print(f"epoch {epoch}: {seen} images, loss {sum(losses) / len(losses):.3f}", flush=True)
-    (whole,) = DataLoader(ParquetStream(folder, decode={"image": decode}, batch_size=10_000), batch_size=None)
+    (whole,) = DataLoader(ParquetStream(folder), batch_size=10_000, collate_fn=collate)
     correct = model(whole["image"]).argmax(1) == whole["label"]
     return correct.float().mean().item()
 

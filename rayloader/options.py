@@ -219,9 +219,12 @@ def check(loader: Any) -> None:
 
 
 def _check_skipping(loader: Any) -> None:
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    equal_steps = getattr(loader.dataset, "equal_steps", None) if is_stream else None  # of a ParquetStream
-    if loader.on_error == "skip" and equal_steps in ("cut", "pad"):
+    if loader.on_error != "skip" or not isinstance(loader.dataset, IterableDataset):
+        return
+    from rayloader.resume.wrapped import innermost
+
+    equal_steps = getattr(innermost(loader.dataset), "equal_steps", None)  # of a ParquetStream
+    if equal_steps in ("cut", "pad"):
         raise ValueError(
             f'on_error="skip" leaves out rows that the dataset counts, got equal_steps={equal_steps!r}: the ranks '
             "would have unequal numbers of steps; use one of the two"

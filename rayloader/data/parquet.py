@@ -1,24 +1,21 @@
 """A stream of the rows of Parquet files, divided among ranks and workers: `ParquetStream`.
 
 Promise: the parts of all workers of all ranks together are the whole, each row once, unless equal steps were asked
-for. Order and parts depend on the files, the arguments and the epoch alone. The state of an iterator holds places of
-rows, no rows, and loading it reads the row groups in which these lie and nothing before them.
-
-NOTE [The pool]. An iterator holds a table, the pool, and two lists of places in it: the rows that come next, in their
-order, and the shuffle buffer. When nothing comes next, a block of rows is read and joins the buffer, all of these are
-permuted, and as many as the buffer cannot hold come next. So each row is drawn from those of the buffer and a block,
-and a permutation of NumPy's takes the place of a draw for each row. Without a buffer the block comes next as it is.
+for. Order and parts depend on the files, the arguments and the epoch alone. The state of an iterator is a position, and
+going on from it reads nothing before its row group. A file that is replaced while it is read is an error: some rows
+would be old ones, and others new. Which files there are, their columns and what of a row group is read is
+`pyarrow.dataset`'s.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import lru_cache
+from typing import Any, Literal
 from weakref import finalize
 
 import numpy as np
@@ -26,32 +23,26 @@ import pyarrow as pa
 from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rayloader.data.columns import Converter, Form, with_wide_indices, without_views
-from rayloader.data.footers import Footers
-from rayloader.data.paths import check_alike, data_files, partitioning_of, paths_of, with_columns
+from rayloader.data.columns import Converter, Form, check_alike, paths_of, plain
 from rayloader.data.rows import Row
 from rayloader.data.shuffle import whole
 from rayloader.errors import RayloaderError, StateError
 from rayloader.host.shard_info import ShardInfo, get_shard_info
 from rayloader.resume.samplers import trains_in_a_group
+from rayloader.resume.wrapped import Numbered
 
-logger = logging.getLogger("rayloader")
-
-_BLOCK = 4096  # rows that are read at a time, or as many as the shuffle buffer holds if these are more
-# Rows that are converted at a time where single rows are asked for; and if there is a `decode`, whose values are large.
-_CHUNK, _DECODED = 256, 16
+# Of rows that are converted at once. In a ShuffleBuffer one of them keeps the memory of all, and a batch of rows from
+# many such chunks is taken from all of them together; chunks of 16 KiB and of 256 KiB were slower.
+_CHUNK_BYTES = 32 << 10
 _FOOTERS = 16  # that are read at the same time
+_OPEN = 64  # files whose footers an iterator keeps; parsing one takes 1 to 3 ms, and reading a row group 2 to 8 ms
 # Filesystems of pyarrow whose threads and connections a fork does not have.
 _LOST_BY_FORK = {"s3", "gcs", "abfs", "hdfs"}
 
 _Array = np.ndarray[Any, Any]
-if TYPE_CHECKING:
-    _DatasetOfAny = IterableDataset[Any]
-else:  # as in loader.py: what parameters torch's classes have may change
-    _DatasetOfAny = IterableDataset
 
 
-class ParquetStream(_DatasetOfAny):
+class ParquetStream(IterableDataset[Row]):
     """The rows of Parquet files, for workers of all ranks, each of which reads its part.
 
     Rows are mappings of names to values, and become a dict of columns in a batch, as those of an `ArrowDataset` do.
@@ -60,23 +51,17 @@ class ParquetStream(_DatasetOfAny):
     rayloader's loader and torchdata's call.
 
     Args:
-        paths: a path, several, or a folder, whose files that end in `.parquet` are read, those of the folders in it
-            too; also URIs, such as `s3://bucket/folder`.
+        paths: a path, several of files, or a folder, all of whose files are read, as `pyarrow.dataset.dataset` does;
+            also URIs, such as `s3://bucket/folder`. Folders such as `day=3` give a column `day`.
         filesystem: of pyarrow, in which the paths are; None: that of the URI, or this machine's.
         columns: their names; None: all.
         filters: which rows: an expression of `pyarrow.compute`, or a list as `pyarrow.parquet.read_table` takes it.
-        as_: "tensors", "numpy" or "arrow", as for `ArrowDataset`; so are `decode` and `fill_null`.
-        decode: functions by names of columns.
+        as_: "tensors" or "arrow", as for `ArrowDataset`; so is `fill_null`.
         fill_null: what stands for a null, by names of columns.
-        shuffle_buffer: of how many rows, at least, each worker draws the next one; the row groups then come in another
-            order in each epoch. 0: all in the order of the files.
-        seed: of the shuffled order.
+        shuffle: the row groups come in another order in each epoch. A `ShuffleBuffer` mixes their rows.
+        seed: of that order.
         equal_steps: "cut": all workers give the same number of rows, and a few rows of the epoch, fewer than there are
             workers, are left out; "pad": likewise, and that few rows come twice; None: row groups stay whole.
-        batch_size: the stream gives batches of so many rows, made of columns, for a loader with `batch_size=None`.
-            None: it gives rows.
-        on_error: what becomes of a row group that cannot be read. "raise": it is an error, and the next `next()` goes
-            on after it; "skip": it is a line in the log.
 
     Attributes:
         epoch: of which `iter()` gives the order; see `set_epoch`.
@@ -98,33 +83,22 @@ class ParquetStream(_DatasetOfAny):
         columns: Sequence[str] | None = None,
         filters: Any = None,
         as_: Form = "tensors",
-        decode: Mapping[str, Callable[[Any], Any]] | None = None,
         fill_null: Mapping[str, Any] | None = None,
-        shuffle_buffer: int = 0,
+        shuffle: bool = False,
         seed: int = 0,
         equal_steps: Literal["cut", "pad"] | None = None,
-        batch_size: int | None = None,
-        on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        self.shuffle_buffer = whole("shuffle_buffer", shuffle_buffer, 0, "ParquetStream")
         self.seed = whole("seed", seed, 0, "ParquetStream")
-        self.batch_size = None if batch_size is None else whole("batch_size", batch_size, 1, "ParquetStream")
         if equal_steps not in (None, "cut", "pad"):
             raise ValueError(f'equal_steps must be "cut", "pad" or None, got {equal_steps!r}')
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
-        if equal_steps is not None and (filters is not None or on_error == "skip"):
-            other = "filters" if filters is not None else 'on_error="skip"'
+        if equal_steps is not None and filters is not None:
             raise ValueError(
-                f"equal_steps={equal_steps!r} counts rows before they are read, and {other} leaves some of them out; "
+                f"equal_steps={equal_steps!r} counts rows before they are read, and filters leaves some of them out; "
                 "use one of the two, and filter the files beforehand"
             )
-        self.equal_steps, self.on_error = equal_steps, on_error
-        self.epoch = 0
-        self._paths = paths_of(paths, "a ParquetStream")
-        self._filesystem = filesystem
-        self._arguments = columns, as_, decode, fill_null
-        self._filters = _expression(filters)
+        self.shuffle, self.equal_steps, self.epoch = bool(shuffle), equal_steps, 0
+        self._paths, self._filesystem = paths_of(paths, "a ParquetStream"), filesystem
+        self._arguments = filters, columns, as_, fill_null
         self._files: _Files | None = None
         # The process that has used the filesystem.
         self._opened_in: int | None = None if filesystem is None else os.getpid()
@@ -136,7 +110,7 @@ class ParquetStream(_DatasetOfAny):
         """Sets the epoch, on which the shuffled order depends; `DataLoader.set_epoch` calls it."""
         self.epoch = whole("epoch", epoch, 0, "ParquetStream")
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Row]:
         return _Reading(self, self._open(), _part_of_the_reader(self._has_ranks))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,99 +125,87 @@ class ParquetStream(_DatasetOfAny):
             )
         self._opened_in = os.getpid()
         if self._files is None:
-            filesystem, located = _located(self._paths, self._filesystem)
-            self._files = _Files.read(filesystem, located, self._arguments, self._filters)
+            self._files = _Files(self._paths, self._filesystem, *self._arguments)
         return self._files
 
 
-@dataclass(frozen=True)
 class _Files:
     """What the footers say, and how rows are read.
 
     Attributes:
-        filesystem: in which the paths are.
-        paths: of the files.
-        files: the number of the file of each row group.
-        numbers: of each row group in its file.
+        filesystem: in which the files are.
         rows: how many rows each row group has.
+        bounds: the number, among the rows of all files, of each row group's first row.
         converter: of the columns.
         filters: which rows are given.
-        needed: the columns that are read, in the schema that all files have.
-        partitions: what the names of the folders of each file say; empty if they give no column.
     """
 
-    filesystem: fs.FileSystem
-    paths: list[str]
-    files: _Array
-    numbers: _Array
-    rows: _Array
-    converter: Converter
-    filters: dataset.Expression | None
-    needed: pa.Schema
-    partitions: Sequence[dataset.Expression] = ()
+    def __init__(self, paths: list[str], filesystem: fs.FileSystem | None, filters: Any, *arguments: Any) -> None:
+        try:
+            found = _dataset_at(paths, filesystem)
+            fragments = list(found.get_fragments())
+            with ThreadPoolExecutor(_FOOTERS, "rayloader-footers") as threads:
+                groups = list(threads.map(lambda fragment: fragment.row_groups, fragments))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"there is no file or folder for a ParquetStream at {error}") from None
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"a ParquetStream cannot read the footers of all files of {paths}: {error}") from error
+        if not fragments:
+            raise FileNotFoundError(f"a ParquetStream needs at least one file, and there is none in {paths[0]}")
+        self._schema = plain(found.schema)
+        self.converter, self.filters = Converter(self._schema, *arguments), filters
+        try:
+            if filters is not None and not isinstance(filters, dataset.Expression):
+                self.filters = parquet.filters_to_expression(filters)
+            if filters is not None:
+                self._schema.empty_table().filter(self.filters)
+        except Exception as error:  # pyarrow checks nothing itself
+            raise ValueError(
+                "filters must be an expression of pyarrow, or a list as [('x', '>', 3)], of the columns "
+                f"{', '.join(self._schema.names)}, got {filters!r:.200}: {error}"
+            ) from None
+        # Pyarrow would take a column that is missing in a file for one of nulls.
+        names, text = self.converter.schema.names, "" if filters is None else str(self.filters)
+        asked = [name for name in self._schema.names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+        needed = [field for field in plain(fragments[0].physical_schema) if field.name in (*names, *asked)]
+        for fragment in fragments:
+            check_alike(needed, fragments[0].path, plain(fragment.physical_schema), fragment.path)
+        self.filesystem, self._format = found.filesystem, found.format
+        self._files = [(fragment.path, fragment.partition_expression) for fragment in fragments]
+        self._groups = [(file, group.id) for file, inside in enumerate(groups) for group in inside]
+        self.rows = np.array([group.num_rows for inside in groups for group in inside], np.int64)
+        self.bounds = np.cumsum(self.rows) - self.rows
 
-    @classmethod
-    def read(
-        cls,
-        filesystem: fs.FileSystem,
-        located: list[tuple[str, str]],
-        arguments: tuple[Any, ...],
-        filters: dataset.Expression | None,
-    ) -> _Files:
-        """Reads the footers."""
+    def name(self, group: int) -> str:
+        """Names a row group in an error."""
+        file, number = self._groups[group]
+        return f"row group {number} of {self._files[file][0]}"
 
-        def footer(path: str) -> tuple[list[int], pa.Schema]:
-            try:
-                found = parquet.read_metadata(path, filesystem=filesystem)
-                schema = found.schema.to_arrow_schema()
-            except FileNotFoundError:
-                raise
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{path} has no footer of Parquet, it is damaged or not whole: {error}") from error
-            return [found.row_group(number).num_rows for number in range(found.num_row_groups)], schema
+    def open(self, file: int) -> dataset.ParquetFileFragment:
+        """A file, whose footer is read once for all of its row groups."""
+        path, partition = self._files[file]
+        return self._format.make_fragment(path, self.filesystem, partition)
 
-        paths, names = zip(*located, strict=True)
-        with ThreadPoolExecutor(min(_FOOTERS, len(paths)), "rayloader-footers") as threads:
-            footers = list(threads.map(footer, paths))
-        first = with_wide_indices(without_views(footers[0][1]))
-        partitioning = partitioning_of(names, first)
-        of_folders = partitioning.schema
-        needed = with_columns(first, of_folders)
-        converter = Converter(needed, *arguments)
-        for path, (_, schema) in zip(paths, footers, strict=True):
-            here = with_columns(schema, of_folders)
-            check_alike(converter.schema, paths[0], with_wide_indices(without_views(here)), path)
-            _check_filters(filters, here, path)  # which pyarrow applies to columns as they are in the file
-        return cls(
-            filesystem,
-            list(paths),
-            np.repeat(np.arange(len(paths)), [len(rows) for rows, _ in footers]),
-            np.concatenate([np.arange(len(rows)) for rows, _ in footers]),
-            np.array([count for rows, _ in footers for count in rows], np.int64),
-            converter,
-            filters,
-            needed,
-            [partitioning.parse(name) for name in names] if len(of_folders) else (),
-        )
-
-    def place(self, group: int) -> tuple[int, str]:
-        """The number of a row group in its file, and the path of that."""
-        return int(self.numbers[group]), self.paths[self.files[group]]
-
-    def load(self, group: int, footers: Footers) -> pa.Table:
+    def load(self, group: int, opened: Callable[[int], Any], seen: dict[int, Any]) -> pa.Table:
         """The rows of a row group that the filters let through.
 
+        Args:
+            group: its number among those of all files.
+            opened: `open`, which may keep what it has opened.
+            seen: size and time of each file when it was first seen.
+
         Raises:
-            RayloaderError: it cannot be read.
+            RayloaderError: it cannot be read, or its file was replaced.
         """
-        number, path = self.place(group)
+        file, number = self._groups[group]
+        path, _ = self._files[file]
         try:
-            partition = self.partitions[self.files[group]] if self.partitions else None
-            fragment = footers.row_group(path, number, partition)
+            self._check(file, seen)
             try:
-                table = fragment.to_table(self.needed, columns=self.converter.schema.names, filter=self.filters)
-            finally:
-                footers.check(path)  # the footer leads astray in a file that has taken the place of its own
+                fragment = opened(file).subset(row_group_ids=[number])
+                table = fragment.to_table(self._schema, columns=self.converter.schema.names, filter=self.filters)
+            finally:  # the footer may have been of a file that is there no more, and leads astray in the other
+                self._check(file, seen)
         except RayloaderError:
             raise
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
@@ -252,215 +214,123 @@ class _Files:
             ) from error
         if self.filters is None and table.num_rows != self.rows[group]:
             raise RayloaderError(
-                f"row group {number} of {path} cannot be read: it has {table.num_rows} rows now, and had "
-                f"{self.rows[group]} when the stream was made; make the stream again"
+                f"row group {number} of {path} has {table.num_rows} rows now, and had {self.rows[group]} when the "
+                "stream was made; make the stream again"
             )
-        return table
+        return table.combine_chunks()
+
+    def _check(self, file: int, seen: dict[int, Any]) -> None:
+        """Compares the size and the time of a file with those that it had when it was first seen."""
+        path, _ = self._files[file]
+        now = self.filesystem.get_file_info(path)
+        if seen.setdefault(file, (now.size, now.mtime_ns)) != (now.size, now.mtime_ns):
+            raise RayloaderError(
+                f"{path} was replaced while it is read, so an epoch would have old rows and new ones; write new files "
+                "under other names, and make the stream again"
+            )
 
     @property
     def fingerprint(self) -> str:
         """Of the files, by their names, what their folders say, and the rows of their row groups."""
-        names = [*map(os.path.basename, self.paths), *map(str, self.partitions)]
-        content = repr((names, self.files.tolist(), self.rows.tolist(), str(self.filters)))
+        names = [(os.path.basename(path), str(partition)) for path, partition in self._files]
+        content = repr((names, self._groups, self.rows.tolist(), str(self.filters)))
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
-    def pieces(self, order: _Array, part: ShardInfo, equal_steps: str | None) -> list[tuple[int, int, int | None]]:
-        """The part of one reader: row groups, each with its first row and the one after its last; None: to its end."""
+    def pieces(self, order: _Array, part: ShardInfo, equal_steps: str | None) -> list[tuple[int, int, int]]:
+        """The part of one reader: row groups, each with its first row and the one after its last."""
         if equal_steps is None:
-            return [(int(group), 0, None) for group in order[part.index :: part.count]]
-        bounds = np.concatenate([[0], np.cumsum(self.rows[order])])
-        total = int(bounds[-1])
+            return [(group, 0, int(self.rows[group])) for group in order[part.index :: part.count].tolist()]
+        total = int(self.rows.sum())
         share = total // part.count if equal_steps == "cut" else -(-total // part.count)
         if not share:
             raise ValueError(
                 f"equal_steps={equal_steps!r} needs a row for each of the {part.count} workers of all ranks, and there "
                 f"are {total}; use fewer workers"
             )
-        pieces: list[tuple[int, int, int | None]] = []
-        at, left = part.index * share % total, share
-        while left:
-            place = int(np.searchsorted(bounds, at, "right")) - 1
-            first = at - int(bounds[place])
-            count = min(left, int(bounds[place + 1]) - at)
-            pieces.append((int(order[place]), first, first + count))
-            at, left = (at + count) % total, left - count
-        return pieces
+        order = np.tile(order, 2)  # the last parts may go on with the first rows
+        ends = np.cumsum(self.rows[order])
+        begin = part.index * share % total - (ends - self.rows[order])
+        firsts, lasts = np.maximum(begin, 0), np.minimum(begin + share, self.rows[order])
+        kept = firsts < lasts
+        return list(zip(order[kept].tolist(), firsts[kept].tolist(), lasts[kept].tolist(), strict=True))
 
 
-class _Span(NamedTuple):
-    """Rows that follow each other in a row group, and the number of the first."""
-
-    table: pa.Table
-    group: int
-    first: int
-
-
-class _Reading(Iterator[Any]):
-    """One reader's way through an epoch; see NOTE [The pool].
-
-    Attributes:
-        skipped: how many row groups were left out, because they could not be read.
-    """
+class _Reading(Numbered):
+    """One reader's way through an epoch."""
 
     def __init__(self, stream: ParquetStream, files: _Files, part: ShardInfo) -> None:
         self._stream, self._files, self._part = stream, files, part
-        self.skipped = 0
-        self._begin(stream.epoch)
+        self._opened, self._seen = lru_cache(_OPEN)(files.open), dict[int, Any]()
+        self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
+        finalize(self, self._thread.shutdown, cancel_futures=True)
+        self._go_to(stream.epoch, 0, 0)
 
-    def _begin(self, epoch: int) -> None:
+    def _go_to(self, epoch: int, piece: int, row: int) -> None:
         stream, groups = self._stream, len(self._files.rows)
-        self._epoch = epoch
-        shuffles = stream.shuffle_buffer > 0
-        order = np.random.default_rng([stream.seed, epoch]).permutation(groups) if shuffles else np.arange(groups)
+        order = np.arange(groups)
+        if stream.shuffle:
+            order = np.random.default_rng([stream.seed, epoch]).permutation(groups)
         self._pieces = self._files.pieces(order, self._part, stream.equal_steps)
-        self._ahead = _Ahead(self._files)
-        self._piece = self._row = 0  # the next to be read: the number of the piece, and a row of it
-        self._generator = np.random.default_rng([stream.seed, epoch, 1 + self._part.index])
-        self._pool = self._files.converter.schema.empty_table()
-        self._groups = self._rows = np.empty(0, np.int32)  # of each row of the pool: row group, and number in it
-        self._next = self._buffer = np.empty(0, np.int64)  # places in the pool
-        self._at = 0  # in `_next`
-        self._ready: list[Row] = []  # rows from there on, the last one first
-        self._singly = 0  # rows to convert one by one, because there is an error in one of them
+        self._epoch, self._piece, self._row = epoch, piece, row  # the next row, of those of this piece
+        self._tables: dict[int, Future[pa.Table]] = {}  # by the numbers of pieces
+        self._ready: list[Row] = []  # the next rows, the last one first
 
-    # ---- what it gives
-
-    def __next__(self) -> Any:
-        return self._next_row() if self._stream.batch_size is None else self._next_batch(self._stream.batch_size)
-
-    def _next_batch(self, size: int) -> dict[str, Any]:
-        while self._coming < size and self._read_on():
-            pass
-        count = min(size, self._coming)
-        if not count:
-            raise StopIteration
-        self._at += count  # whatever is raised: the next batch is another one
-        return self._files.converter.batch(self._converted(self._at - count, count))
-
-    def _next_row(self) -> Row:
+    def __next__(self) -> Row:
         while not self._ready:
-            while not self._coming:
-                if not self._read_on():
-                    raise StopIteration
-            most = _DECODED if self._files.converter.decodes else _CHUNK
-            count = 1 if self._singly else min(most, self._coming)
+            if self._piece == len(self._pieces):
+                raise StopIteration
+            self._ready = self._made()
+        self._row += 1
+        return self._ready.pop()
+
+    def _made(self) -> list[Row]:
+        """The next rows, only one if there is a null among them; none where a piece ends, after which the next is."""
+        group, first, end = self._pieces[self._piece]
+        try:
+            table = self._table()
+        except RayloaderError:
+            self._piece, self._row = self._piece + 1, 0
+            raise
+        left = np.arange(first + self._row, min(end, table.num_rows))
+        if not len(left):
+            self._piece, self._row = self._piece + 1, 0
+            return []
+        fitting = _CHUNK_BYTES * table.num_rows // max(1, table.nbytes)
+        for count in (max(1, fitting), 1):
             try:
-                self._ready = self._converted(self._at, count, decodes=False).rows()[::-1]
-            except Exception:  # a null
-                if count > 1:
-                    self._singly = count
-                    continue
-                self._singly = max(0, self._singly - 1)
-                self._at += 1
-                raise
-            self._singly = max(0, self._singly - 1)
-        self._at += 1
-        row = self._ready.pop()
-        if (place := row.place) is not None:  # not earlier: `decode` may draw from generators, whose states are saved
-            self._files.converter.decode(*place, lambda _: self._name(self._next[self._at - 1]))
-        return row
-
-    @property
-    def _coming(self) -> int:
-        return len(self._next) - self._at
-
-    def _converted(self, first: int, count: int, *, decodes: bool = True) -> Any:
-        places, converter = self._next[first : first + count], self._files.converter
-        table = converter.take(self._pool, places)
-        return converter.convert(table, lambda row: self._name(places[row]), decodes=decodes)
-
-    def _name(self, place: int) -> str:
-        """Names a row of the pool."""
-        number, path = self._files.place(self._groups[place])
-        among = "" if self._files.filters is None else " among those that the filters let through"
-        return f"row {self._rows[place]}{among} of row group {number} of {path}"
-
-    # ---- how it gets there
-
-    def _read_on(self) -> bool:
-        """Lets more rows come next; False at the end."""
-        block = self._block()
-        if not block:
-            if not len(self._buffer):
-                return False
-            rest = self._generator.permutation(self._buffer)
-            self._next, self._at, self._buffer = np.concatenate([self._next[self._at :], rest]), 0, rest[:0]
-            return True
-        coming = self._coming
-        self._keep(np.concatenate([self._next[self._at :], self._buffer]), [part.table for part in block])
-        groups = [np.full(part.table.num_rows, part.group, np.int32) for part in block]
-        rows = [np.arange(part.table.num_rows, dtype=np.int32) + part.first for part in block]
-        self._groups = np.concatenate([self._groups, *groups])
-        self._rows = np.concatenate([self._rows, *rows])
-        drawn = np.arange(coming, self._pool.num_rows)
-        if self._stream.shuffle_buffer:
-            drawn = self._generator.permutation(drawn)
-        given = max(0, len(drawn) - self._stream.shuffle_buffer)
-        self._next, self._at = np.concatenate([np.arange(coming), drawn[:given]]), 0
-        self._buffer = np.sort(drawn[given:])
-        return True
-
-    def _keep(self, places: _Array, block: list[pa.Table]) -> None:
-        """Makes the pool of these places of it, and a block."""
-        kept = [self._files.converter.take(self._pool, places)] if len(places) else []
-        self._pool = pa.concat_tables([*kept, *block]).combine_chunks()
-        self._groups, self._rows = self._groups[places], self._rows[places]
-
-    def _block(self) -> list[_Span]:
-        """The next rows, none at the end.
-
-        With a shuffle buffer they are of so many row groups as make a large block, for each block costs a look at all
-        of the buffer; otherwise of one.
-        """
-        parts: list[_Span] = []
-        left = max(_BLOCK, self._stream.shuffle_buffer)
-        while left and self._piece < len(self._pieces) and (not parts or self._stream.shuffle_buffer):
-            group, first, end = self._pieces[self._piece]
-            following = self._pieces[self._piece + 1][0] if self._piece + 1 < len(self._pieces) else None
-            try:
-                table = self._ahead.get(group, following)
-            except RayloaderError as error:
-                if parts and self._stream.on_error == "raise":
-                    break  # these rows first; the next call meets the error again
-                self._piece, self._row = self._piece + 1, 0
-                if self._stream.on_error == "raise":
+                return self._rows(group, table, left[:count])[::-1]
+            except ValueError:
+                if count == 1:
+                    self._row += 1
                     raise
-                self.skipped += 1
-                logger.warning("rayloader: skipped a row group: %s", error)
-                continue
-            begin = first + self._row
-            count = min(left, (table.num_rows if end is None else end) - begin)
-            if count > 0:
-                self._row += count
-                left -= count
-                parts.append(_Span(table.slice(begin, count), group, begin))
-            else:
-                self._piece, self._row = self._piece + 1, 0
-        if not parts:
-            self._ahead.close()
-        return parts
+        return []
 
-    # ---- states
+    def _rows(self, group: int, table: pa.Table, places: _Array) -> list[Row]:
+        """Rows of a row group, in memory of their own: a row must not keep all of the others."""
+        converter = self._files.converter
+        among = "" if self._files.filters is None else " among those that the filters let through"
+        taken = converter.take(table, places)
+        ready = converter.ready(taken, lambda row: f"row {places[row]}{among} of {self._files.name(group)}")
+        return converter.rows(ready, self._files.bounds[group] + places)
+
+    def _table(self) -> pa.Table:
+        """The row group of the next piece; that of the one after it is read meanwhile."""
+        wanted = range(len(self._pieces))[self._piece : self._piece + 2]
+        self._tables = {piece: self._tables.get(piece) or self._read(self._pieces[piece][0]) for piece in wanted}
+        return self._tables[self._piece].result()
+
+    def _read(self, group: int) -> Future[pa.Table]:
+        return self._thread.submit(self._files.load, group, self._opened, self._seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the next row to be read, and the places of rows that were read and not given."""
-        return {
-            **self._must_fit(),
-            "epoch": self._epoch,
-            "piece": self._piece,
-            "row": self._row,
-            "coming": self._runs(self._next[self._at :]),
-            "buffer": self._runs(self._buffer),
-            "generator": self._generator.bit_generator.state,
-            "skipped": self.skipped,
-        }
+        """The position: the next row, in the reader's part of the epoch."""
+        return {**self._must_fit(), "epoch": self._epoch, "piece": self._piece, "row": self._row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state; reads the row groups of rows that were read and not given.
+        """Continues from a state.
 
         Raises:
-            StateError: the state is of another stream, or of another part of it, or a file has changed.
-            RayloaderError: such a row group cannot be read.
+            StateError: the state is of another stream, or of another part of it.
         """
         if not isinstance(state, Mapping) or not self.state_dict().keys() <= state.keys():
             raise StateError(f"this is not a state of a ParquetStream's iterator: {state!r:.200}")
@@ -470,87 +340,31 @@ class _Reading(Iterator[Any]):
                     f"the state of a ParquetStream was saved with {name}={state[name]!r}, and here it is {here!r}; "
                     "make the stream, and the loader, as they were, with the same files"
                 )
-        self._begin(state["epoch"])
-        self._piece, self._row, self.skipped = state["piece"], state["row"], state["skipped"]
-        self._generator.bit_generator.state = state["generator"]
-        coming, buffer = _places(state["coming"]), _places(state["buffer"])
-        groups, rows = np.concatenate([coming, buffer]).T
-        parts, order = [], []
-        for group in np.unique(groups):
-            places = np.flatnonzero(groups == group)
-            table = self._ahead.load(int(group))
-            if rows[places].max() >= table.num_rows:
-                number, path = self._files.place(group)
+        self._go_to(state["epoch"], state["piece"], state["row"])
+
+    def numbers(self, samples: Sequence[Row]) -> _Array:
+        """Those of rows, among the rows of all files."""
+        return np.array([row.number for row in samples], np.int64)
+
+    def found(self, numbers: _Array) -> list[Row]:
+        """The rows of these numbers; reads their row groups."""
+        groups = np.searchsorted(self._files.bounds + self._files.rows, numbers, "right")
+        rows: dict[int, Row] = {}
+        for group in np.unique(groups).tolist():
+            here, table = numbers[groups == group], self._read(group).result()
+            places = here - self._files.bounds[group]
+            if places.max() >= table.num_rows:
                 raise StateError(
-                    f"the state of a ParquetStream has row {rows[places].max()} of row group {number} of {path}, and "
-                    f"the filters let {table.num_rows} rows of it through; the file is another one than it was: go on "
-                    "with the same files, or begin the epoch anew"
+                    f"the state of a ParquetStream has rows of {self._files.name(group)} that the filters let "
+                    "through no more; make the stream as it was, with the same files"
                 )
-            parts.append(self._files.converter.take(table.combine_chunks(), rows[places]))
-            order.append(places)
-            if self._piece < len(self._pieces) and self._pieces[self._piece][0] == group:
-                self._ahead.hold(int(group), table)
-        if parts:
-            back = np.argsort(np.concatenate(order))
-            self._pool = self._files.converter.take(pa.concat_tables(parts).combine_chunks(), back)
-        self._groups, self._rows = groups, rows
-        self._next, self._buffer = np.split(np.arange(len(groups)), [len(coming)])
+            found = self._rows(group, table, places)
+            rows.update(zip(here.tolist(), found, strict=True))
+        return [rows[number] for number in numbers.tolist()]
 
     def _must_fit(self) -> dict[str, Any]:
-        stream, part = self._stream, self._part
-        return {
-            "files": self._files.fingerprint,
-            "part": [part.index, part.count],
-            "shuffle_buffer": stream.shuffle_buffer,
-            "seed": stream.seed,
-            "equal_steps": stream.equal_steps,
-        }
-
-    def _runs(self, places: _Array) -> _Array:
-        """Rows at these places of the pool, as runs: row group, first row, and how many follow each other."""
-        groups, rows = self._groups[places], self._rows[places]
-        begins = np.flatnonzero(np.diff(groups, prepend=-1) | (np.diff(rows, prepend=-1) != 1))
-        lengths = np.diff(begins, append=len(places))
-        return np.stack([groups[begins], rows[begins], lengths], 1).astype(np.int32)
-
-
-def _places(runs: Any) -> _Array:
-    """Row group and number of each row, from `_runs`."""
-    groups, firsts, lengths = np.asarray(runs, np.int32).reshape(-1, 3).T
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.stack([np.repeat(groups, lengths), np.repeat(firsts, lengths) + within], 1).astype(np.int32)
-
-
-class _Ahead:
-    """Reads row groups, and in a thread the one that comes after that which is asked for."""
-
-    def __init__(self, files: _Files) -> None:
-        self._files, self._footers = files, Footers(files.filesystem)
-        self._held: tuple[int, pa.Table] | None = None
-        self._coming: tuple[int, Future[pa.Table]] | None = None
-        self._thread = ThreadPoolExecutor(1, "rayloader-parquet")  # it begins with the first row group
-        self.close = finalize(self, self._thread.shutdown, wait=True, cancel_futures=True)
-
-    def get(self, group: int, following: int | None) -> pa.Table:
-        """A row group; `following` will be asked for next."""
-        if self._held is None or self._held[0] != group:
-            self._held = None
-            coming = self._coming if self._coming is not None and self._coming[0] == group else self._begin(group)
-            self._coming = None if following is None else self._begin(following)
-            self.hold(group, coming[1].result())
-        assert self._held is not None
-        return self._held[1]
-
-    def load(self, group: int) -> pa.Table:
-        """A row group, which need not come next."""
-        return self._begin(group)[1].result()
-
-    def hold(self, group: int, table: pa.Table) -> None:
-        """Keeps a row group that was read, to be asked for next."""
-        self._held = group, table
-
-    def _begin(self, group: int) -> tuple[int, Future[pa.Table]]:
-        return group, self._thread.submit(self._files.load, group, self._footers)
+        told = {name: getattr(self._stream, name) for name in ("shuffle", "seed", "equal_steps")}
+        return {"files": self._files.fingerprint, "part": [self._part.index, self._part.count], **told}
 
 
 def _part_of_the_reader(has_ranks: bool) -> ShardInfo:
@@ -564,49 +378,15 @@ def _part_of_the_reader(has_ranks: bool) -> ShardInfo:
         return ShardInfo(worker.id, worker.num_workers, 0, 1, worker.id, worker.num_workers)
 
 
-def _located(paths: list[str], filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, list[tuple[str, str]]]:
-    """The filesystem, and the paths of the files in it, each with its name in the folder that was given."""
-    files: list[tuple[str, str]] = []
-    for path in paths:
-        if filesystem is not None and "://" not in path:
-            here, inner = filesystem, path
-        else:
-            here, inner = fs.FileSystem.from_uri(path if "://" in path else os.path.abspath(path))
-        filesystem = here if filesystem is None else filesystem
-        if not filesystem.equals(here):
-            raise ValueError(
-                f"all paths must be in one filesystem, got {path} and others in {filesystem.type_name}; read them by "
-                "two streams, or give the filesystem and paths in it"
-            )
-        files += _files_at(filesystem, inner)
-    return filesystem, files
-
-
-def _files_at(filesystem: fs.FileSystem, path: str) -> list[tuple[str, str]]:
-    found = filesystem.get_file_info(path)
-    if found.type == fs.FileType.NotFound:
-        raise FileNotFoundError(f"there is no file or folder {path} for a ParquetStream")
-    if found.type != fs.FileType.Directory:
-        return [(path, os.path.basename(path))]
-    inside = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
-    return data_files(path, [one.path for one in inside if one.is_file], (".parquet",))
-
-
-def _expression(filters: Any) -> dataset.Expression | None:
-    if filters is None or isinstance(filters, dataset.Expression):
-        return filters
-    try:
-        return parquet.filters_to_expression(filters)
-    except Exception as error:  # it checks nothing itself
-        raise ValueError(
-            f"filters must be an expression of pyarrow.compute, or a list such as [('year', '>', 2020)], got "
-            f"{filters!r:.200}: {error}"
-        ) from None
-
-
-def _check_filters(filters: dataset.Expression | None, schema: pa.Schema, path: str) -> None:
-    if filters is not None:
-        try:
-            schema.empty_table().filter(filters)
-        except (pa.ArrowException, TypeError, ValueError) as error:
-            raise ValueError(f"filters do not fit the columns {', '.join(schema.names)} of {path}: {error}") from None
+def _dataset_at(paths: list[str], filesystem: fs.FileSystem | None) -> dataset.FileSystemDataset:
+    """The files as a dataset of pyarrow's, which knows the schema of the first one and the names of Hive's folders."""
+    if filesystem is None and "://" in paths[0]:
+        filesystem = fs.FileSystem.from_uri(paths[0])[0]
+        paths = [filesystem.from_uri(path)[1] for path in paths]
+    elif filesystem is None:  # an actor may work in another folder
+        paths = [path if "://" in path else os.path.abspath(path) for path in paths]
+    options = dataset.ParquetFragmentScanOptions(pre_buffer=True)
+    kind = dataset.ParquetFileFormat(default_fragment_scan_options=options)
+    return dataset.dataset(
+        paths if len(paths) > 1 else paths[0], format=kind, filesystem=filesystem, partitioning="hive"
+    )

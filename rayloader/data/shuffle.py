@@ -7,7 +7,7 @@ gives for each worker and epoch. The state of an iterator holds the samples of t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -44,7 +44,7 @@ class ShuffleBuffer(_StreamOf[_T], Generic[_T]):
         TypeError: `stream` is no iterable: a map-style dataset.
     """
 
-    def __init__(self, stream: Any, size: int) -> None:
+    def __init__(self, stream: Iterable[_T], size: int) -> None:
         check_stream("ShuffleBuffer", stream)
         self.stream, self.size = stream, whole("size", size, 1, "ShuffleBuffer")
         pass_on(self, stream)
@@ -80,7 +80,8 @@ class _StatefulSamples(_Samples):
     def state_dict(self) -> dict[str, Any]:
         """The samples of the buffer, and the states of its generator and of the reading."""
         generator = self._generator.bit_generator.state
-        return {**self._source.state_dict(), "buffer": [*self._buffer], "size": self._size, "generator": generator}
+        buffer = self._source.saved(self._buffer)
+        return {**self._source.state_dict(), "buffer": buffer, "size": self._size, "generator": generator}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state. Raises StateError if it is not one, or of a buffer of another size."""
@@ -90,7 +91,8 @@ class _StatefulSamples(_Samples):
                 f"the state of a ShuffleBuffer was saved with size={state['size']!r}, and here it is {self._size}; "
                 "make the buffer as the one that was saved"
             )
-        self._buffer, self._generator.bit_generator.state = [*state["buffer"]], state["generator"]
+        self._buffer = self._source.loaded(state["buffer"])
+        self._generator.bit_generator.state = state["generator"]
 
 
 def whole(name: str, value: Any, least: int, owner: str) -> int:

@@ -34,6 +34,7 @@ from rayloader.errors import level_outside
 from rayloader.host.shard_info import COMPARED
 from rayloader.resume.ranks import is_part
 from rayloader.resume.samplers import chain_of
+from rayloader.resume.wrapped import innermost
 from rayloader.task import Task
 
 _UNDIVIDED = {BatchSampler, SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
@@ -50,10 +51,7 @@ class Watch(Protocol):
 
 def watch_of_workers(loader: Any, num_workers: int) -> Watch | None:
     """What must be looked at in the first epoch of a stream's workers; None: nothing."""
-    stream = loader.dataset
-    while type(stream).__module__.startswith("rayloader.") and hasattr(stream, "stream"):
-        stream = stream.stream
-    kind = _name_of(stream)
+    kind = _name_of(innermost(loader.dataset))
     told = loader._ranks is not None and loader._ranks.num_replicas > 1  # then `Reader.has_read` tells of it
     return None if num_workers < 2 or told or (kind,) in _warned else _OfWorkers(kind, num_workers)
 

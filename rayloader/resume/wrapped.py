@@ -42,6 +42,25 @@ def pass_on(wrapper: Any, wrapped: Any) -> None:
             setattr(wrapper, name, method)
 
 
+def innermost(stream: Any) -> Any:
+    """The stream that is read by rayloader's wrappers, if it is one of these."""
+    while any(kind.__module__.startswith("rayloader.") for kind in type(stream).__mro__) and hasattr(stream, "stream"):
+        stream = stream.stream
+    return stream
+
+
+class Numbered(Iterator[Any]):
+    """Samples that can be found again by their numbers, so that a wrapper need not save them."""
+
+    def numbers(self, samples: Any) -> Any:
+        """An array of the numbers of samples that this iterator has given."""
+        raise NotImplementedError
+
+    def found(self, numbers: Any) -> list[Any]:
+        """The samples of these numbers."""
+        raise NotImplementedError
+
+
 class Source(Iterator[Any]):
     """One reading of a stream, for a wrapper whose own iterator tells and loads its state.
 
@@ -105,6 +124,14 @@ class Source(Iterator[Any]):
         # It may take over what it has loaded only when it is asked for a sample.
         if state["end"] is not None and next(self._iterator, _NOTHING) is not _NOTHING:
             self._stream.load_state_dict(state["end"])  # it has begun anew
+
+    def saved(self, samples: list[Any]) -> Any:
+        """What is saved of samples that were read, and not given: their numbers, or they themselves."""
+        return self._iterator.numbers(samples) if isinstance(self._iterator, Numbered) else [*samples]
+
+    def loaded(self, saved: Any) -> list[Any]:
+        """The samples again."""
+        return self._iterator.found(saved) if isinstance(self._iterator, Numbered) else [*saved]
 
 
 def _told_by(obj: Any) -> Any:

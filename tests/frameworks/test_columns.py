@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 
 import rayloader
 from framework_data import Model, recorded, seed
-from rayloader import ArrowDataset, ParquetStream
+from rayloader import ArrowDataset, ParquetStream, ShuffleBuffer
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
 ROWS = 160
-KINDS = ["ArrowDataset", "ParquetStream", "ParquetStream of batches"]
+KINDS = ["ArrowDataset", "ParquetStream", "ShuffleBuffer"]
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,11 @@ def loader(loader_class, kind, folder, **options):
     options = {"num_workers": 2, **options}
     match kind:
         case "ArrowDataset":
-            return loader_class(ArrowDataset(folder), 8, shuffle=True, **options)
+            return loader_class(ArrowDataset(parquet.read_table(folder)), 8, shuffle=True, **options)
         case "ParquetStream":
-            return loader_class(ParquetStream(folder, shuffle_buffer=20), 8, **options)
-        case "ParquetStream of batches":
-            return loader_class(ParquetStream(folder, shuffle_buffer=20, batch_size=8), None, **options)
+            return loader_class(ParquetStream(folder, shuffle=True), 8, **options)
+        case "ShuffleBuffer":
+            return loader_class(ShuffleBuffer(ParquetStream(folder, shuffle=True), 20), 8, **options)
 
 
 def losses(batches, model, optimizer, backward=torch.Tensor.backward, begin=lambda _: None):

@@ -171,24 +171,18 @@ def test_a_shuffle_buffer_of_actors(ray_session):
     check_each_place(make, places=slice(-2, None))
 
 
-def jittered(text):
-    return float(text) + torch.rand(()).item() + random.random()
+def jittered(rows):
+    """Decodes with random numbers."""
+    return [(float(row["text"]) + torch.rand(()).item() + random.random(), row["number"]) for row in rows]
 
 
-def rows(samples):
-    return [tuple(sample.values()) for sample in samples]
-
-
-@pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("options", [{}, pytest.param(PERSISTENT, marks=FULL)])
-def test_rows_of_files_that_are_decoded_with_random_numbers(tmp_path, batch_size, options):
+def test_rows_of_files_that_are_decoded_with_random_numbers(tmp_path, options):
     table = pa.table({"text": [str(number) for number in range(30)], "number": range(30)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
 
     def make():
-        stream = ParquetStream(tmp_path, decode={"text": jittered}, shuffle_buffer=9, batch_size=batch_size)
-        given = {"batch_size": 3, "collate_fn": rows} if batch_size is None else {"batch_size": None}
-        return DataLoader(stream, **given, **options)
+        return DataLoader(ShuffleBuffer(ParquetStream(tmp_path, shuffle=True), 9), 3, collate_fn=jittered, **options)
 
     check_each_place(make)
 

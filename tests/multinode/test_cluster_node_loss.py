@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pyarrow as pa
+import pyarrow.feather
 import pytest
 import ray
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import default_collate
 
 from multinode_data import Calls, as_is, origin
 from multinode_waiting import HANG_LIMIT, remove_nodes, wait_for_exit, wait_until
-from rayloader import ArrowDataset, DataLoader, ParquetStream, WorkerDiedError, cached
+from rayloader import ArrowDataset, DataLoader, ParquetStream, ShuffleBuffer, WorkerDiedError, cached
 from rayloader.data import sample_store
 
 pytestmark = pytest.mark.multinode
@@ -163,6 +164,7 @@ def test_a_node_that_is_killed_while_large_results_are_on_their_way(doomed, tmp_
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["ArrowDataset", "ParquetStream"])
 def test_a_node_that_is_killed_while_it_reads_files_of_columns(kind, doomed, nodes, tmp_path):
     """Another node goes on in the same order, from the row groups of the rows that were not given."""
@@ -171,11 +173,14 @@ def test_a_node_that_is_killed_while_it_reads_files_of_columns(kind, doomed, nod
     files.mkdir()
     for number in range(2):
         table = pa.table({"i": range(200 * number, 200 * number + 200)})
-        parquet.write_table(table, files / f"{number}.parquet", row_group_size=25)
+        if kind == "ArrowDataset":
+            pyarrow.feather.write_feather(table, files / f"{number}.arrow", "uncompressed", chunksize=25)
+        else:
+            parquet.write_table(table, files / f"{number}.parquet", row_group_size=25)
     if kind == "ArrowDataset":
-        dataset, options = ArrowDataset(files, cache=tmp_path / "cache"), {"shuffle": True}
+        dataset, options = ArrowDataset(files), {"shuffle": True}
     else:
-        dataset, options = ParquetStream(files, shuffle_buffer=60), {}
+        dataset, options = ShuffleBuffer(ParquetStream(files, shuffle=True), 60), {}
 
     built, there = [], doomed.node_id
 
@@ -187,14 +192,12 @@ def test_a_node_that_is_killed_while_it_reads_files_of_columns(kind, doomed, nod
         origins.note(built[-1][0])
         return built[-1]
 
-    def batches(kind, **more):
-        torch.manual_seed(5)
-        return kind(dataset, 10, collate_fn=collate, **options, **more)
-
-    expected = list(batches(torch.utils.data.DataLoader))
-    built.clear()
-    origins.path.unlink()
-    iterator = iter(batches(DataLoader, num_workers=1, prefetch_factor=2, ray_remote_args=doomed.remote_args))
+    torch.manual_seed(5)
+    forked = {"num_workers": 1, "multiprocessing_context": "fork"}
+    expected = [batch["i"].tolist() for batch in torch.utils.data.DataLoader(dataset, 10, **forked, **options)]
+    torch.manual_seed(5)
+    options |= {"num_workers": 1, "prefetch_factor": 2, "ray_remote_args": doomed.remote_args}
+    iterator = iter(DataLoader(dataset, 10, collate_fn=collate, **options))
     found = list(itertools.islice(iterator, 9))
     doomed.remove(graceful=False)
     assert found + list(iterator) == expected
