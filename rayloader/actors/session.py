@@ -88,7 +88,6 @@ def ensure(options: Mapping[str, Any] | None = None) -> SessionName:
             "Ray cannot be used in a process that was forked from one that uses it, because Ray's threads do not "
             'survive a fork; use workers="fork" or num_workers=0 here, or start this process with the spawn method'
         )
-    global _starter
     if _starter is not None:
         _starter.wait()  # an interrupted use may have left it running
     client = imported().util.client.ray
@@ -99,11 +98,11 @@ def ensure(options: Mapping[str, Any] | None = None) -> SessionName:
             "before anything else starts Ray, or leave them out"
         )
     if session is None and not client.is_connected():
-        _let_starter_go()
-        _starter = Starter(imported(), options or {}, current)
-        _starter.wait()
-        if _starter.error is not None:
-            raise _starter.error
+        starter = _start(options)
+        if starter.was_slow:
+            starter = _start(options)
+        if starter.error is not None:
+            raise starter.error
         session = current()
     if session is None or client.is_connected():
         raise RaySessionError(
@@ -111,6 +110,15 @@ def ensure(options: Mapping[str, Any] | None = None) -> SessionName:
             'run the program on a node of the cluster, for instance with `ray job submit`, or use workers="fork"'
         )
     return session
+
+
+def _start(options: Mapping[str, Any] | None) -> Starter:
+    """Joins or starts Ray, by another thread than before: the daemons of a Ray that failed end with theirs."""
+    global _starter
+    _let_starter_go()
+    _starter = starter = Starter(imported(), options or {}, current)
+    starter.wait()
+    return starter
 
 
 def _let_starter_go() -> None:

@@ -46,6 +46,8 @@ LOCAL_RAY_ENVIRONMENT = {
     "RAY_worker_register_timeout_seconds": "300",
 }
 
+# What Ray says of its own daemon that it has waited for in vain: for 30 s, whatever the environment says.
+_TOO_SLOW = "timed out during startup"
 # How often the wait for Ray's start checks whether it has missed the end of the start, in seconds.
 START_TICK_S = 1.0
 # After this many seconds of waiting for Ray, a line in the log says so. On two idle cores Ray takes three to five.
@@ -108,6 +110,11 @@ class Starter(DaemonThread):
                     f"Ray has not started on this machine within {START_LIMIT_S:.0f} s; start the program again, or "
                     "run `ray start --head` before it and set RAY_ADDRESS=auto"
                 )
+
+    @property
+    def was_slow(self) -> bool:
+        """Whether Ray gave up the daemon that it had started, which on a busy machine took too long: another may not."""
+        return _TOO_SLOW in str(self.error)
 
     def leave(self) -> None:
         """Ends this thread, whose Ray has been shut down."""

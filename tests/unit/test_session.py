@@ -53,6 +53,21 @@ def test_a_ray_that_does_not_come_up_is_an_error_that_says_what_to_do(address, m
     assert str(caught.value.__cause__) == "The current node timed out during startup."
 
 
+@pytest.mark.parametrize("later", ["The current node timed out during startup.", "another reason"])
+def test_a_ray_whose_daemon_was_slow_is_started_once_more(later, no_ray, monkeypatch):
+    """As on a busy machine; by another thread, because its daemons end with the one that has started them."""
+    threads, errors = [], ["The current node timed out during startup.", later]
+
+    def fail(**_):
+        threads.append(threading.current_thread())
+        raise Exception(errors.pop(0))
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(RaySessionError, match=f"Ray said: {later}"):
+        session.ensure()
+    assert (len({*threads}), errors) == (2, [])
+
+
 def test_what_a_ray_that_has_failed_had_started_is_ended(no_ray, monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "init", lambda **_: 1 / 0)
