@@ -113,7 +113,7 @@ class Starter(DaemonThread):
 
     @property
     def was_slow(self) -> bool:
-        """Whether Ray gave up the daemon that it had started, which on a busy machine took too long: another may not."""
+        """Whether Ray gave up its own daemon, which took too long to start, as on a busy machine."""
         return _TOO_SLOW in str(self.error)
 
     def leave(self) -> None:
