@@ -128,7 +128,7 @@ def test_the_loader_that_ray_train_makes_anew_has_no_position(trainer):
     with rayloader.patch():
         loader = rayloader.DataLoader(Sums(), 8)
         next(iter(trainer.prepare_data_loader(loader)))
-        with pytest.raises(rayloader.StateError, match="Under Ray Train create the loader with num_replicas"):
+        with pytest.raises(rayloader.StateError, match="create the loader with num_replicas and rank"):
             loader.state_dict()
 
 
