@@ -504,7 +504,7 @@ def test_generators_that_the_datasets_code_names_are_restored(naming):
     assert list(loader) == later
     assert naming.rngs.OTHER.getstate() == other
     naming.NUMPY = random.Random(7)
-    with pytest.warns(UserWarning, match=r"the random generator naming_\d+\.NUMPY, which is .*of another kind"):
+    with pytest.raises(StateError, match=r"dataset\.\S*:NUMPY is missing here or in the state, or of another kind"):
         loader.load_state_dict(state)
 
 
