@@ -126,8 +126,10 @@ class Work(NamedTuple):
 
     def merged(self, other: Work) -> Work:
         """The sum of both, for as many workers as the larger of the two has."""
-        if not len(self.longest) or not len(other.longest):  # no workers, no work
-            return other if not len(self.longest) else self
+        if not len(other.longest):  # no workers, no work
+            return self
+        if not len(self.longest):
+            return other
         number = max(len(self.longest), len(other.longest))
         mine, theirs = ([_padded(part, number) for part in work[:3]] for work in (self, other))
         recent = np.concatenate([self.recent, other.recent])[-KEPT:]

@@ -388,9 +388,8 @@ def capture_random(loader: Any) -> RandomState:
     return RandomState.capture(held=held_in(loader))
 
 
-def _check_generators(loader: Any, random: RandomState) -> None:
+def _check_generators(here: dict[str, Any], random: RandomState) -> None:
     """Raises StateError if the dataset and `collate_fn` hold other generators than those that were saved."""
-    here = held_in(loader)
     if unlike := [*random.unlike(here), *(name for name in here if name not in (random.held or {}))]:
         raise StateError(
             f"the state does not fit the random generators of dataset and collate_fn: {unlike[0]} is missing "
@@ -416,7 +415,8 @@ def restore(loader: Any, saved: LocalState) -> None:
         StateError: the dataset and `collate_fn` hold other generators than those that were saved.
     """
     with as_saved():
-        _check_generators(loader, saved.random)
-        saved.random.restore((), held_in(loader))
+        held = held_in(loader)
+        _check_generators(held, saved.random)
+        saved.random.restore((), held)
     with loading(loader.dataset):
         load_state(loader.dataset, saved.dataset)

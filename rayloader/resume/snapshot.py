@@ -158,7 +158,7 @@ class SnapshotTaker:
         return self._worked * SHARE >= self._cost
 
     def renew(self) -> None:
-        """The dataset was told of an epoch, and may have made its generators anew."""
+        """`set_epoch` of the dataset was called, which may have made its generators anew."""
         here = search(self._objects)
         self._held = {name: here.get(name, generator) for name, generator in self._held.items()}
 

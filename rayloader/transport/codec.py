@@ -118,8 +118,8 @@ def encode(
 
     Args:
         obj: anything that cloudpickle can pickle.
-        known_classes: name the classes that travel by value instead of defining them, for the way back to the
-            process that they came from; see classes.py.
+        known_classes: for the way back to the process that classes and functions came from: what lies here where its
+            name says goes by that name. See NOTE [The driver's classes] in pickler.py.
         carry: types whose instances are left to the transport of the rest, such as Ray's references.
         replica: this is what workers get of the driver's objects, not a batch. Memory of files is `mapped`, and arrays
             whose items overlap in memory keep doing so.

@@ -153,7 +153,7 @@ def dumped(obj: Any, kind: type[ByValuePickler]) -> bytes:
 
 def has_classes_by_id(skeleton: bytes) -> bool:
     """Whether this may be a pickle that has such a class: it is not the same in each run of a program."""
-    return _known_class.__name__.encode() in skeleton
+    return _BY_ID in skeleton
 
 
 class Span:
@@ -578,6 +578,9 @@ def _known_class(tracker_id: str, definition: bytes | None, place: int, module: 
     if cls is None and definition is None:
         raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
     return _Definition(definition or b"").load() if cls is None else cls
+
+
+_BY_ID = _known_class.__name__.encode()
 
 
 def _class_at(place: int, module: str, name: str) -> type | None:

@@ -53,7 +53,6 @@ class Worker:
     """
 
     __slots__ = (
-        "_after_call",
         "_mailbox",
         "away",
         "begun_at",
@@ -76,7 +75,6 @@ class Worker:
         self.begun_at = 0.0
         self.rebuilding: Rebuilding | None = None
         self.unanswered: Sequence[Task] = ()
-        self._after_call = 0  # of its host: later ones are of its current epoch
 
     def begin(self, source: Any) -> None:
         """Tells its host that it is this worker, and from where to open its replica; see `Processes.sources`.
@@ -87,7 +85,6 @@ class Worker:
         if journal.shared_seed is not None:
             setup = replace(setup, shared_seed=journal.shared_seed)
         self.started = self._mailbox.to(self.host).start(source, setup, journal.state)
-        self._after_call = self.host.calls
         self.begun_at = time.monotonic()
         self.away = False
 
@@ -109,7 +106,6 @@ class Worker:
         """Lets it begin another epoch; its journal is updated when it has."""
         self._mailbox.to(self.host).resume(resumed)
         self.journal.resumed = self.host, self.host.calls
-        self._after_call = self.host.calls
 
     def continues_on(self, host: Process) -> None:
         """This process is the worker, once it is told so."""
