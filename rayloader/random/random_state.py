@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rayloader import _compat
-from rayloader.random.generator_kinds import same_state, set_state, state_of, suits
+from rayloader.random.generators import same_state, set_state, state_of, suits
 
 # The largest seed that torch's loader draws. Programs make tensors of `torch.initial_seed()`, which hold no larger one.
 MOST_SEED = 2**63 - 1
@@ -43,7 +43,7 @@ class RandomState(NamedTuple):
         """The current states; takes 0.01 ms without `others`.
 
         Args:
-            others: further generators, from `generator_kinds.distinct`.
+            others: further generators, from `generators.distinct`.
             before: an earlier capture, to share unchanged states.
             held: further ones, by the names that `search` has given.
             only_torch: leave out Python's and NumPy's.

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from rayloader.namespaces import attributes_in, attributes_of, is_a, is_own_name, names_in, namespace_of, slots_of
-from rayloader.random.generator_kinds import KINDS, distinct
+from rayloader.random.generators import KINDS, distinct
 
 # How many objects are looked at, and how many items of one container: a model may hold very many.
 MOST = 2_000

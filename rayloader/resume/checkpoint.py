@@ -20,7 +20,7 @@ from rayloader.resume.loaded import RANK, LoadedSamplers
 from rayloader.resume.position import Position
 from rayloader.resume.ranks import Stage, in_batches, order_of, share
 from rayloader.resume.samplers import Samplers, Start, ranks_in
-from rayloader.resume.saved import Checksums, kept_of, place_of
+from rayloader.resume.saved import Checksums, place_of
 from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import WorkerState, has_state, load_state, told_by
 from rayloader.resume.state import (
@@ -51,7 +51,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     if position is None:
         skips = SkipSteps(loader.skip_steps).in_order
         return _state(loader, Samplers(loader), num_workers, skip_steps=skips).pack()
-    samplers, place = position.samplers_of(loader), None
+    samplers, place = Samplers(loader), None
     with position.lock:
         stateful = position.stateful
         if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
@@ -74,7 +74,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         skip_steps=skips,
         stateful=stateful,
     )
-    return state.pack(kept_of(position).parts)
+    return state.pack(position.packed)
 
 
 def still(loader: Any, state: State) -> dict[str, Any]:
@@ -330,9 +330,6 @@ def _checked(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: b
                 + (", or load the list of all ranks' states" if name in RANK else "")
             )
     names = samplers.check(state.moment, state.sampler)
-    for start in () if state.begin is None else state.begin.starts:
-        samplers.check_attributes(start.moment)
-        samplers.check_attributes(start.drawing or start.moment)
 
     def with_arguments(begin: EpochBegin) -> EpochBegin:
         starts = [

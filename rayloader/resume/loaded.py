@@ -5,14 +5,10 @@ Promise: nothing is set before it is known that the state fits. Imported only wh
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rayloader.errors import StateError
-from rayloader.namespaces import is_a
-from rayloader.random.generator_kinds import KINDS
-from rayloader.resume.samplers import Moment, Samplers, SamplerState, attributes_of, own_classes
+from rayloader.resume.samplers import Moment, Samplers, SamplerState
 
 # The arguments that make a DistributedSampler this rank's; other ranks may continue, see `ranks.py`.
 RANK = ("num_replicas", "rank")
@@ -53,21 +49,6 @@ class LoadedSamplers(Samplers):
         )
         return Moment(moment.random, attributes)
 
-    def check_attributes(self, moment: Moment) -> None:
-        """Raises StateError if samplers, at another moment, can't have had these attributes."""
-        for sampler, simple, makes in zip(self._chain, moment.attributes, self._makes_generator, strict=True):
-            for name, value in simple.items():
-                if makes and name == "generator" and value is None:
-                    continue  # see _has_made
-                here = attributes_of(sampler).get(name)
-                is_held = self._is_searched(name, here) or is_a(here, KINDS) or (callable(here) and value is not None)
-                is_torchs = not own_classes(sampler) or _is_epoch(sampler, name)
-                if is_held or (is_torchs and not _alike(value, here)):
-                    raise StateError(
-                        f"the state has {name}={value!r} of the sampler {type(sampler).__name__}, and it can't become "
-                        f"that here, where it is {reprlib.repr(here)}; make the sampler as the one that was saved"
-                    )
-
     def check(self, saved: Moment, sampler_state: SamplerState) -> list[set[str]]:
         """Raises StateError if these samplers can't become what the saved ones were.
 
@@ -81,7 +62,6 @@ class LoadedSamplers(Samplers):
         """
         self._has_made(saved)
         self._check_generators(saved)
-        self.check_attributes(saved)
         epochs = [
             [name for name in simple if _is_epoch(sampler, name)]
             for sampler, simple in zip(self._chain, saved.attributes, strict=True)
@@ -105,11 +85,6 @@ class LoadedSamplers(Samplers):
         else:
             self.move_to(before)
             self.load(state)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether an attribute may have both values: of one type, or whole numbers, truth values and None."""
-    return type(a) is type(b) or {type(a), type(b)} <= {int, bool, type(None)}
 
 
 def _is_epoch(sampler: Any, name: str) -> bool:

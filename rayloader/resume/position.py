@@ -45,13 +45,13 @@ class Position:
     ) -> None:
         self.lock = new_lock()
         self.handed: Any = None  # the `Task` whose batch the user was given last
-        self.samplers = self._samplers_now = samplers
+        self.samplers = samplers
         self.base_seed = base_seed
         self.shared_seed: int | None = None
         self.num_workers = num_workers
         self.iterable = iterable
         self.journals = [Journal() for _ in range(num_workers)]  # the workers' own, for a position outlives its fleet
-        self.kept: Any = None  # of the last state, by `saved.py`
+        self.packed: dict[Any, Any] = {}  # parts of the last state, see NOTE [Same parts] in state.py
         self.epoch = 0  # epochs of these workers before this one
         self.epochs_begun = epochs_begun  # of the run, this one included
         self.skips: NothingSkipped = NothingSkipped()
@@ -216,12 +216,6 @@ class Position:
         """These samples were left out. Raises SkipLimitError if they are too many."""
         self.skipped += len(samples)
         fetching.tell(samples, self.skipped, max_skipped)
-
-    def samplers_of(self, loader: Any) -> Samplers:
-        """The current samplers of the loader whose position this is."""
-        if not self._samplers_now.are_of(loader):
-            self._samplers_now = Samplers(loader)
-        return self._samplers_now
 
 
 def new_position(loader: Any, state: State | None, base_seed: int, num_workers: int) -> Position:

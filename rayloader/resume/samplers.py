@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import pickle
 import sys
 import traceback
@@ -39,7 +38,7 @@ from torch.utils.data import (
 from rayloader._compat import InfiniteConstantSampler
 from rayloader.errors import StateError
 from rayloader.namespaces import functions_of, is_a, names_in, namespace_of
-from rayloader.random.generator_kinds import KINDS, distinct, suit
+from rayloader.random.generators import KINDS, distinct, suit
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
 from rayloader.resume.snapshot import dump_state, has_state
@@ -183,7 +182,6 @@ class Samplers:
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self._chain = chain_of(self.index_sampler)
         self._is_stock = not any(map(own_classes, self._chain))
-        self._seen = self._contents(loader)
         stateful = [sampler for sampler in self._chain if has_state(sampler)]
         self._stateful = stateful[0] if stateful else None
         innermost = self._chain[-1]
@@ -196,37 +194,13 @@ class Samplers:
         self._needs_global = not (self._only_torch and own)
         self._loaders_own = loader.generator
         self._makes_generator = [_makes_generator(sampler) for sampler in self._chain]
-        self._is_shallow = True  # no sampler holds objects that may hold generators
         self._generators = self._find_generators()
         self.name = " of ".join(type(sampler).__name__ for sampler in self._chain)  # names the kinds of samplers
-        self._last_state: SamplerState | None = None
-
-    def are_of(self, loader: Any) -> bool:
-        """Whether that loader's samplers are still these, and neither their attributes nor the loader's have changed.
-
-        False also if that can't be known without searching everything that a sampler holds.
-        """
-        if not self._is_shallow:
-            return False
-        contents = self._contents(loader)
-        return len(contents) == len(self._seen) and all(map(operator.is_, contents, self._seen))
 
     @property
     def are_of_users(self) -> bool:
         """Whether there is one whose class is not torch's, nor rayloader's."""
         return not self._is_stock
-
-    def _contents(self, loader: Any) -> list[Any]:
-        """Everything that is looked at here, except for what is inside of a sampler's attributes."""
-        contents = [loader._index_sampler, loader.generator, loader.batch_size, loader.drop_last]
-        # Torch's samplers hold the ones that they wrap, so that another chain has other contents too.
-        for sampler in self._chain if self._is_stock else chain_of(loader._index_sampler):
-            attributes = attributes_of(sampler)
-            contents += attributes
-            contents += attributes.values()
-            if not self._is_stock:
-                contents += (sampler, *named_generators(sampler))
-        return contents
 
     # ---- generators and attributes
 
@@ -243,7 +217,6 @@ class Samplers:
             inner = {k: v for k, v in attributes if type(v) not in _SIMPLE and not self._is_searched(k, v)}
             if inner:  # torch's own have none, and some frameworks make a state before every batch
                 found += search(inner).values()
-                self._is_shallow &= all(isinstance(value, KINDS) for value in inner.values())
             found += named_generators(sampler)
         return distinct(found)
 
@@ -324,11 +297,8 @@ class Samplers:
         return has_state(iterator) or self._stateful is not None
 
     def state(self, own: bytes | None, *, tells: bool) -> SamplerState:
-        """The samplers, for a state; the last one as long as `are_of` says that nothing has changed since."""
-        last = self._last_state
-        if last is None or (last.own, last.tells) != (own, tells):
-            self._last_state = last = SamplerState(own, self.attributes(), self.progress(), tells)
-        return last
+        """The samplers, for a state."""
+        return SamplerState(own, self.attributes(), self.progress(), tells)
 
     def own_state(self) -> OwnState:
         """The sampler's own state."""

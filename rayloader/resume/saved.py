@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import operator
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from rayloader.resume.samplers import OwnState, Start
 from rayloader.resume.snapshot import has_state, told_by
 from rayloader.resume.state import (
     EpochBegin,
-    Parts,
     SavedPlace,
     SavedWorker,
     WorkerStart,
@@ -60,56 +58,17 @@ class Checksums:
         return self._found == self._expected
 
 
-class _LastWorker:
-    """One worker as it was in the last state: what has not changed since is the same object in the next."""
-
-    def __init__(self) -> None:
-        self._made_of: tuple[Any, ...] = (self,) * 4
-        self._worker = SavedWorker()
-        self._count = 0  # tasks to be built again
-
-    def of(self, journal: Journal, *, is_compared: bool) -> SavedWorker:
-        """The worker with this journal; `is_compared`: its stream is read again from the start, and compared."""
-        if not journal.begun:
-            raise StateError(
-                "the iterator was dropped before its workers had reported their state; save while iterating"
-            )
-        before, tasks = journal.before, journal.replay
-        if is_compared and not may_be_stale(journal.base):
-            before = None
-        made_of, known = (journal.base, before, journal.newest, tasks), self._made_of
-        if len(tasks) == self._count and all(map(operator.is_, made_of, known)):
-            return self._worker
-        (start, _, replay), count = self._worker, self._count
-        if journal.base is not known[0] or before is not known[1]:
-            start = WorkerStart(journal.base, before)
-            if journal.base is not None and journal.base.error:
-                raise StateError(f"a worker's dataset could not save its state:\n{journal.base.error}")
-        if tasks is not known[3]:
-            replay, count = (), 0
-        newest_first = itertools.islice(reversed(tasks.values()), len(tasks) - count)
-        more = [(task.task_id, task.digest) for task in newest_first][::-1]
-        worker = SavedWorker(start, journal.remembers, (*replay, *more))  # type: ignore[arg-type]  # they are taken
-        count = len(tasks)
-        self._worker, self._made_of, self._count = worker, made_of, count  # no interrupt comes in between
-        return worker
-
-
-class Kept:
-    """What is kept of the last state of a position; see NOTE [Same parts] in `state.py`."""
-
-    def __init__(self, num_workers: int) -> None:
-        self.parts = Parts()
-        self.workers = [_LastWorker() for _ in range(num_workers)]
-        self.begin = EpochBegin()
-
-
-def kept_of(position: Position) -> Kept:
-    """What is kept of the last state of a position."""
-    if position.kept is None:
-        position.kept = Kept(position.num_workers)
-    kept: Kept = position.kept
-    return kept
+def _worker_of(journal: Journal, *, is_compared: bool) -> SavedWorker:
+    """The worker with this journal; `is_compared`: its stream is read again from the start, and compared."""
+    if not journal.begun:
+        raise StateError("the iterator was dropped before its workers had reported their state; save while iterating")
+    base, before = journal.base, journal.before
+    if base is not None and base.error:
+        raise StateError(f"a worker's dataset could not save its state:\n{base.error}")
+    if is_compared and not may_be_stale(base):
+        before = None
+    replay = [(task.task_id, task.digest) for task in journal.replay.values()]
+    return SavedWorker(WorkerStart(base, before), journal.remembers, tuple(replay))  # type: ignore[arg-type]  # taken
 
 
 def place_of(position: Position) -> SavedPlace:
@@ -118,26 +77,21 @@ def place_of(position: Position) -> SavedPlace:
     Raises:
         StateError: it can't be saved.
     """
-    kept = kept_of(position)
     position.settle()
     if position.error:
         raise StateError(f"the position in the epoch can't be saved: {position.error}")
-    begin = position.base_seed, position.shared_seed, position.epoch, position.starts, position.stages
-    if not all(map(operator.is_, begin, kept.begin)):
-        if errors := [start.own.error for start in position.starts if start.own.error]:
-            raise StateError(f"the sampler could not save its state:\n{errors[0]}")
-        kept.begin = EpochBegin(*begin)
+    if errors := [start.own.error for start in position.starts if start.own.error]:
+        raise StateError(f"the sampler could not save its state:\n{errors[0]}")
     last = max(position._draws, position.next_task) - 1
     while last >= position.next_task and last not in position._checksums:
         last -= 1
     stream = position.stream
     if stream is not None and stream.iterator is not None:
         stream = replace(stream, iterator=None, told=stream.told or told_by(stream.iterator))
-    pairs = zip(kept.workers, position.journals, strict=True)
     return SavedPlace(
-        kept.begin,
+        EpochBegin(position.base_seed, position.shared_seed, position.epoch, position.starts, position.stages),
         stream,
-        tuple([worker.of(journal, is_compared=position.iterable) for worker, journal in pairs]),
+        tuple([_worker_of(journal, is_compared=position.iterable) for journal in position.journals]),
         tuple(sorted(position._ahead)),
         next_task=position.next_task,
         next_worker=position.next_worker,

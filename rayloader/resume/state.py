@@ -6,7 +6,7 @@ the fields of `State`, and so are the records inside: of primitives, bytes and t
 sampler's own `state_dict` returns.
 
 NOTE [Same parts]. Some frameworks request a state before every batch, and most of a state is unchanged since the last
-batch. What stays the same is packed once (`Parts`), and all states share it.
+batch. How the epoch began, and where workers start, is packed once, and all states share it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ import reprlib
 import zlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rayloader import plain_state
 from rayloader._version import __version__
-from rayloader.errors import StateError, unfit
-from rayloader.random.packed import checked
-from rayloader.random.packed import pack as pack_random
-from rayloader.random.packed import unpack as unpack_random
+from rayloader.errors import StateError
 from rayloader.random.random_state import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
@@ -54,9 +51,6 @@ VERSIONS = {
     "numpy": np.__version__,
 }
 
-_T = TypeVar("_T")
-
-
 # ---- records
 
 
@@ -80,10 +74,6 @@ class LocalState(NamedTuple):
 
     random: RandomState
     dataset: bytes | None
-
-    def equals(self, other: LocalState) -> bool:
-        """Whether both are the same."""
-        return self.dataset == other.dataset and self.random.equals(other.random)
 
     @property
     def remembers(self) -> bool:
@@ -189,27 +179,15 @@ class SavedPlace(NamedTuple):
         return any(worker.remembers for worker in self.workers)
 
 
-class Parts:
-    """The parts of one object's states, each valid as long as its source stays the same; see NOTE [Same parts]."""
+Packed = dict[Hashable, tuple[Any, Any]]  # parts by name: what each was packed from, and what that gave
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Any, Any]] = {}
 
-    def part(
-        self, name: Hashable, source: _T, pack: Callable[[_T], Any], same: Callable[[_T, _T], bool] = operator.is_
-    ) -> Any:
-        """The part with this name.
-
-        Args:
-            name: of the part.
-            source: what it is packed from; it is not changed from now on.
-            pack: returns the content of the part.
-            same: whether the source equals that of the last part with this name, which is then still valid.
-        """
-        known = self._known.get(name)
-        if known is None or not same(source, known[0]):
-            self._known[name] = known = source, pack(source)
-        return known[1]
+def _part(known: Packed, name: Hashable, source: Any, pack: Callable[[Any], Any]) -> Any:
+    """A part of a state, packed from a record; the last one of this name if its fields are the same objects."""
+    last = known.get(name)
+    if last is None or not all(map(operator.is_, source, last[0])):
+        known[name] = last = source, pack(source)
+    return last[1]
 
 
 @contextlib.contextmanager
@@ -293,24 +271,10 @@ class State(NamedTuple):
             place = place._replace(begin=EpochBegin(place.begin.base_seed), stream=None, workers=())
         return zlib.crc32(repr((self.num_workers, self.fits, pack_random(self.now), place)).encode())
 
-    def pack(self, parts: Parts | None = None) -> dict[str, Any]:
-        """What `state_dict()` returns; `parts`: of earlier states of the same position."""
-        part, process, redeal = (parts := parts or Parts()).part, self.process, self.redeal
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            TAKEN: self.taken,
-            "num_workers": self.num_workers,
-            "fits": part("fits", self.fits, _FITS.pack, operator.eq),
-            "now": part("now", self.now, pack_random, RandomState.equals),
-            "sampler": part("sampler", self.sampler, _SAMPLER.pack),
-            "process": None if process is None else part("process", process, _PROCESS.pack, LocalState.equals),
-            "position": None if self.position is None else _packed_place(self.position, parts),
-            "epoch": self.epoch,
-            "skip_steps": self.skip_steps,
-            "versions": {**self.versions},
-            "redeal": None if redeal is None else part("redeal", redeal, _BEGIN.pack),
-        }
+    def pack(self, known: Packed | None = None) -> dict[str, Any]:
+        """What `state_dict()` returns; `known`: parts of earlier states of the same position."""
+        position = None if self.position is None else _packed_place(self.position, {} if known is None else known)
+        return {"format": FORMAT, "version": VERSION, TAKEN: self.taken, **_STATE.pack(self), "position": position}
 
     @classmethod
     def load(cls, packed: Any) -> State:
@@ -342,8 +306,6 @@ class State(NamedTuple):
             )
         with as_saved():
             state: State = _STATE.unpack(packed)
-            if state.position is not None and len(state.position.workers) != state.num_workers:
-                raise unfit("num_workers", f"that of its workers, {len(state.position.workers)}", state.num_workers)
         if (dispatched := packed[TAKEN]) != state.taken:
             raise StateError(
                 f"the state says that {state.taken} batches were taken, and {TAKEN}={dispatched!r} dispatched: with "
@@ -363,6 +325,9 @@ class _Form(NamedTuple):
     unpack: Callable[[Any], Any]
 
 
+_AS_IT_IS = _Form(lambda value: value, lambda packed: packed)
+
+
 def _maybe(form: _Form) -> _Form:
     return _Form(
         lambda value: None if value is None else form.pack(value),
@@ -379,56 +344,23 @@ def _each(form: _Form) -> _Form:
 
 def _record(kind: Any, **forms: _Form) -> _Form:
     """The fields by name: those named here in their forms, and the others as they are."""
-    ways = {name: forms.get(name) or _plain(kind, name) for name in kind._fields}
+    ways = {name: forms.get(name, _AS_IT_IS) for name in kind._fields}
     return _Form(
         lambda record: {name: form.pack(getattr(record, name)) for name, form in ways.items()},
         lambda packed: kind(**{name: form.unpack(packed[name]) for name, form in ways.items()}),
     )
 
 
-def _plain(kind: Any, name: str) -> _Form:
-    """A field that is packed as it is; a number, text or truth value must be one when it is unpacked."""
-    annotation = kind.__annotations__[name]
-    types = _SIMPLE.get(getattr(annotation, "__forward_arg__", annotation))
-
-    def unpack(packed: Any) -> Any:
-        if types is not None and type(packed) not in types:
-            raise unfit(name, f"of type {annotation}", packed)
-        return _whole(packed, name, _LEAST.get(name, 0)) if type(packed) is int else packed
-
-    return _Form(lambda value: value, unpack)
+def pack_random(random: RandomState) -> dict[str, Any]:
+    """The states of generators in plain types; about 14 kB in a file of torch's."""
+    packed: dict[str, Any] = plain_state.pack({**random._asdict(), "numpy": random.numpy and random.numpy[1]})
+    return packed
 
 
-def _whole(value: Any, name: str = "numbers", least: int = 0) -> int:
-    if type(value) is not int or not least <= value < 2**63:
-        raise unfit(name, f"a whole number from {least} to 2**63 - 1", value)
-    return value
-
-
-def _unpack_simple(packed: Any) -> dict[str, Any]:
-    """Simple attributes of a sampler, whose other attributes are not for a state to set."""
-    simple = dict(packed)
-    if not {*map(type, simple)} <= {str} or not {*map(type, simple.values())} <= {int, float, str, bool, type(None)}:
-        raise unfit("attributes of samplers", "numbers, texts, truth values or None", simple)
-    return simple
-
-
-def _unpack_names(packed: Any) -> tuple[str, ...]:
-    if not {*map(type, packed)} <= {str}:
-        raise unfit("progress", "names of attributes", packed)
-    return tuple(packed)
-
-
-def _unpack_versions(packed: Any) -> dict[str, str]:
-    if not {type(text) for pair in packed.items() for text in pair} <= {str}:
-        raise unfit("versions", "texts", packed)
-    return {**packed}
-
-
-def _unpack_stage(packed: Any) -> Stage:
-    if not packed:
-        raise unfit("stages", "of ranks", packed)
-    return Stage([[(_whole(begin), _whole(end)) for begin, end in ranges] for ranges in packed])
+def unpack_random(packed: dict[str, Any]) -> RandomState:
+    """The inverse of `pack_random`."""
+    random = RandomState._make(map(plain_state.unpack(packed).__getitem__, RandomState._fields))
+    return random._replace(numpy=random.numpy and (b"", random.numpy))
 
 
 def _pack_object(told: bytes) -> dict[str, Any]:
@@ -450,24 +382,24 @@ def _unpack_entry(packed: dict[str, Any]) -> Task | Resumed:
         resumed: Resumed = _RESUMED.unpack(packed)
         return resumed
     digest, drawn = packed["digest"], Drawn(codec.encode(plain_state.unpack(packed["indices"])), 0)
-    return Task(_whole(packed["task_id"]), drawn, digest=None if digest is None else _whole(digest))
+    return Task(packed["task_id"], drawn, digest=digest)
 
 
-def _packed_place(place: SavedPlace, parts: Parts) -> dict[str, Any]:
+def _packed_place(place: SavedPlace, known: Packed) -> dict[str, Any]:
     stream = place.stream
     return {
         **place._asdict(),
-        "begin": parts.part("begin", place.begin, _BEGIN.pack),
+        "begin": _part(known, "begin", place.begin, _BEGIN.pack),
         "stream": None
         if stream is None
         else {
-            "begin": parts.part("stream", stream.begin, _maybe(_RANDOM).pack),
+            "begin": stream.begin and _part(known, "stream", stream.begin, _RANDOM.pack),
             "told": _OBJECT.pack(stream.told),
             "digest": stream.digest,
             "ended": stream.ended,
         },
         "workers": [
-            {**worker._asdict(), "start": parts.part(number, worker.start, _WORKER_START.pack)}
+            {**worker._asdict(), "start": _part(known, number, worker.start, _WORKER_START.pack)}
             for number, worker in enumerate(place.workers)
         ],
     }
@@ -477,34 +409,18 @@ def _unpack_stream(packed: dict[str, Any]) -> Stream:
     return Stream(
         _maybe(_RANDOM).unpack(packed["begin"]),
         _OBJECT.unpack(packed["told"]),
-        _whole(packed["digest"]),
-        packed["ended"] is True,
+        packed["digest"],
+        packed["ended"],
     )
 
 
-def _unpacked_place(packed: dict[str, Any]) -> SavedPlace:
-    place: SavedPlace = _PLACE.unpack(packed)
-    if not place.begin.starts or place.next_worker >= max(1, len(place.workers)):
-        raise unfit("next_worker", "one of the workers, in an epoch with a start", place.next_worker)
-    return place
-
-
-def _unpack_pair(packed: Any) -> tuple[int, int]:
-    first, second = map(_whole, packed)
-    return first, second
-
-
-_SIMPLE = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, type(None))}
-_LEAST = {"last_task": -1, "dataset_epoch": -(2**63)}  # of the numbers that may be negative
 _OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
-_RANDOM = _Form(pack_random, lambda packed: checked(unpack_random(packed)))
-_ATTRIBUTES = _each(_Form(dict, _unpack_simple))
-_PAIRS = _each(_Form(tuple, _unpack_pair))
-_STAGES = _each(_Form(lambda stage: stage.taken, _unpack_stage))
+_RANDOM = _Form(pack_random, unpack_random)
+_STAGES = _each(_Form(lambda stage: stage.taken, Stage))
 _RESUMED = _record(Resumed)
 _FITS = _record(Fits)
-_MOMENT = _record(Moment, random=_RANDOM, attributes=_ATTRIBUTES)
-_SAMPLER = _record(SamplerState, own=_OBJECT, attributes=_ATTRIBUTES, progress=_each(_Form(tuple, _unpack_names)))
+_MOMENT = _record(Moment, random=_RANDOM)
+_SAMPLER = _record(SamplerState, own=_OBJECT)
 _PROCESS = _record(LocalState, random=_RANDOM, dataset=_OBJECT)
 _START = _record(
     Start,
@@ -517,13 +433,12 @@ _BEGIN = _record(EpochBegin, starts=_each(_START), stages=_STAGES)
 _SNAPSHOT = _maybe(_record(WorkerState, random=_RANDOM, begin=_maybe(_RANDOM), dataset=_OBJECT, iterator=_OBJECT))
 _BEFORE = _maybe(_record(Before, state=_SNAPSHOT, entries=_each(_Form(_pack_entry, _unpack_entry))))
 _WORKER_START = _record(WorkerStart, state=_SNAPSHOT, before=_BEFORE)
-_WORKER = _record(SavedWorker, start=_WORKER_START, replay=_PAIRS)
+_WORKER = _record(SavedWorker, start=_WORKER_START)
 _PLACE = _record(
     SavedPlace,
     begin=_BEGIN,
     stream=_maybe(_Form(dict, _unpack_stream)),
     workers=_each(_WORKER),
-    ahead=_each(_Form(int, _whole)),
 )
 _STATE = _record(
     State,
@@ -531,8 +446,6 @@ _STATE = _record(
     now=_RANDOM,
     sampler=_SAMPLER,
     process=_maybe(_PROCESS),
-    position=_maybe(_Form(dict, _unpacked_place)),  # `State.pack` packs it
-    skip_steps=_PAIRS,
-    versions=_Form(dict, _unpack_versions),
+    position=_maybe(_Form(lambda _: None, _PLACE.unpack)),  # `State.pack` packs it
     redeal=_maybe(_BEGIN),
 )

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from rayloader import CacheError, cached
 from rayloader.data import cached as module
-from rayloader.random.generator_kinds import global_generators
+from rayloader.random.generators import global_generators
 from rayloader.transport.pickler import ByValuePickler, dumped
 
 Pair = namedtuple("Pair", "image label")

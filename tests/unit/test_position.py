@@ -136,20 +136,6 @@ def test_what_is_packed_bit_by_bit_is_what_is_packed_at_once():
     assert worker.start.state.last_task == 6
 
 
-def test_a_worker_that_stays_the_same_is_not_made_again():
-    position, _ = begun()
-    worked(position, 4)
-    journal = position.journals[0]
-    journal.taken(0)
-    first, other = place_of(position).workers
-    journal.given(Task(4, Drawn(codec.encode([4]), 0)))
-    assert place_of(position).workers[0] is first
-    journal.taken(1)
-    assert place_of(position).workers[0] is not first
-    assert place_of(position).workers[0].start is first.start
-    assert place_of(position).workers[1] is other
-
-
 @pytest.mark.parametrize("dataset", [None, DATASET])
 def test_another_journal_begins_where_this_one_is(dataset):
     position, iterator = begun()

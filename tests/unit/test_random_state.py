@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.random.generator_kinds import same_state, set_state, state_of
-from rayloader.random.packed import pack, unpack
+from rayloader.random.generators import same_state, set_state, state_of
 from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.random.search import search
+from rayloader.resume.state import pack_random as pack
+from rayloader.resume.state import unpack_random as unpack
 
 
 def found_in(obj):

@@ -19,7 +19,6 @@ from rayloader.resume.state import (
     LocalState,
     Moment,
     OwnState,
-    Parts,
     SamplerState,
     SavedPlace,
     SavedWorker,
@@ -111,12 +110,18 @@ def test_a_mark_tells_states_of_other_places_and_runs():
 
 
 def test_what_stays_the_same_is_packed_once():
-    saved, parts = state(), Parts()
-    first = saved.pack(parts)
-    second = saved._replace(now=RandomState.capture([]), fits=saved.fits._replace()).pack(parts)
-    assert second["now"] is first["now"]
-    assert second["fits"] is first["fits"]
+    saved, known = state(), {}
+    first = saved.pack(known)
+    place = saved.position
+    same = place._replace(
+        begin=place.begin._replace(), workers=[w._replace(start=w.start._replace()) for w in place.workers]
+    )
+    second = saved._replace(position=same).pack(known)
+    assert second["position"]["begin"] is first["position"]["begin"]
+    assert second["position"]["workers"][1]["start"] is first["position"]["workers"][1]["start"]
     assert repr(first) == repr(second) == repr(saved.pack())
+    other = saved._replace(position=place._replace(begin=place.begin._replace(base_seed=2))).pack(known)
+    assert other["position"]["begin"]["base_seed"] == 2
 
 
 @pytest.mark.parametrize("name", ["num_workers", "fits", "now", "sampler", "process", "position", "redeal"])
@@ -132,17 +137,6 @@ def test_a_state_that_lacks_something_is_refused(name):
 def test_a_state_that_holds_something_else_is_refused(name, value):
     with pytest.raises(StateError, match=r"is not what state_dict\(\) gave"):
         State.load({**state().pack(), name: value})
-
-
-# ---- parts
-
-
-def test_a_part_is_made_again_where_it_is_made_of_something_else():
-    parts, made = Parts(), []
-    first, second = object(), object()
-    for source in (first, first, second, second, first):
-        parts.part("name", source, made.append)
-    assert made == [first, second, first]
 
 
 @pytest.mark.parametrize(("version", "reason"), [(15, True), (16, False), (99, False), ("15", False), (None, False)])
