@@ -14,8 +14,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -56,40 +54,6 @@ if TYPE_CHECKING:
     from rayloader.resume.state import State
 
 logger = logging.getLogger("rayloader")
-
-
-class Begin(Enum):
-    """Where an epoch begins."""
-
-    FRESH = "fresh"  # the first epoch of its workers
-    NEXT = "next"  # the same workers have had an epoch, in this run or in the one that saved the state
-    RESUMED = "resumed"  # the rest of an epoch in which a state was saved
-
-
-@dataclass(frozen=True, slots=True)
-class EpochPlan:
-    """What an iterator must do to begin an epoch.
-
-    Attributes:
-        begin: where.
-        starts_workers: no workers are left that could continue.
-    """
-
-    begin: Begin
-    starts_workers: bool
-
-
-def plan_epoch(*, lives: bool, saved: bool, finished: bool) -> EpochPlan:
-    """The plan of an epoch.
-
-    Args:
-        lives: workers of a previous epoch can continue.
-        saved: the iterator is created from a state that has a position.
-        finished: the last epoch of these workers, or that of the state, was finished.
-    """
-    if saved and not finished:
-        return EpochPlan(Begin.RESUMED, not lives)
-    return EpochPlan(Begin.NEXT if lives or finished else Begin.FRESH, not lives)
 
 
 def _delivery_of(target: Any, ahead: int, pins_for: str | None) -> Delivery:
@@ -154,7 +118,8 @@ class EpochIterator(OfOneProcess, BaseIterator):
             from rayloader.resume.saved import move_to
 
             self._saved = move_to(self.position, saved)
-            self._base_seed, self._shared_seed = self.position.base_seed, self.position.shared_seed
+            begin = self.position.begin
+            self._base_seed, self._shared_seed = begin.base_seed, begin.shared_seed
         _live_iterators.add(self)
         self._reset(loader, first_iter=True)
 
@@ -165,21 +130,18 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._target = target_of(loader.device)
         pins_for = (self._pin_memory_device or "cuda") if self._pin_memory else None  # torch 2.6 names no CUDA
         self._delivery = _delivery_of(self._target, self._options.prefetch_to_device, pins_for)
-        plan = self._end_epoch(first_iter)
+        lives = self._end_epoch(first_iter)
         try:
-            if plan.starts_workers:
-                self._fleet = self._start_fleet(loader, plan)
-            assert self._fleet is not None
+            if not lives:
+                self._fleet = self._start_fleet(loader)
             saved, self._saved = self._saved, None
-            if plan.begin is Begin.RESUMED:
+            if saved is not None and not self.position.finished:  # the rest of the epoch in which a state was saved
                 self._sampler_iter, self._num_yielded = saved, self.position.delivered
                 self.position.read_skips(loader, self._skips)
             else:
-                self._begin_epoch(loader, first_iter, plan)
-            if plan.begin is Begin.FRESH and self._skips is None:
-                self._watch = self._watch_of(loader)
-            self._engine = self._new_engine(loader, plan)
-            self._engine.open(fresh=plan.starts_workers)
+                self._begin_epoch(loader, first_iter, lives)
+            self._engine = self._new_engine(loader)
+            self._engine.open(fresh=not lives)
             loader._dataset_epoch = None  # the workers have it now
         except BaseException as error:  # the sampler's or pickling's error, Ctrl-C: passed on
             if first_iter or not self._persistent_workers or not isinstance(error, Exception):
@@ -196,32 +158,35 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
         return watch_of_workers(loader, self._num_workers) if self._iterable else watch_of_ranks(loader)
 
-    def _end_epoch(self, first_iter: bool) -> EpochPlan:
-        """Ends the previous epoch, if there was one; returns the plan for the next."""
+    def _end_epoch(self, first_iter: bool) -> bool:
+        """Ends the previous epoch, if there was one; returns whether its workers live, and can continue."""
         if self._engine is not None and self._engine.broken:
             logger.warning("rayloader: an epoch was interrupted; iter() starts fresh workers")
             self._release()
         lives = self._fleet is not None and self._fleet.usable
         if not lives and not first_iter:
             self.position.restarts()
-        plan = plan_epoch(lives=lives, saved=self._saved is not None, finished=self.position.finished)
         if self._engine is not None:
             self._engine.close(resuming=lives)
-        return plan
+        return lives
 
-    def _begin_epoch(self, loader: Any, first_iter: bool, plan: EpochPlan) -> None:
+    def _begin_epoch(self, loader: Any, first_iter: bool, lives: bool) -> None:
         """Begins a new epoch, drawn by a new iterator of the sampler."""
+        # The same workers have had an epoch, in this run or in the one that saved the state.
+        follows = lives or self.position.finished
         # torch's argument may be any object that is true or false.
-        self.position.begins(bool(self._persistent_workers) and plan.begin is Begin.NEXT)
+        self.position.begins(bool(self._persistent_workers) and follows)
         self.position.read_skips(loader, self._skips)
         super()._reset(loader, first_iter)
         redeal, self._redeal = self._redeal, None
         if redeal is not None:
             self._sampler_iter = self.position.redeals(redeal)
-        if plan.begin is Begin.NEXT:
-            self._resume_workers(plan, loader._dataset_epoch)
+        if follows:
+            self._resume_workers(lives, loader._dataset_epoch)
+        elif self._skips is None:
+            self._watch = self._watch_of(loader)
 
-    def _new_engine(self, loader: Any, plan: EpochPlan) -> Engine:
+    def _new_engine(self, loader: Any) -> Engine:
         assert self._fleet is not None
         position, options = self.position, self._options
         self._tally = loader._recorder.begins(
@@ -247,18 +212,18 @@ class EpochIterator(OfOneProcess, BaseIterator):
             tally=self._tally,
         )
 
-    def _resume_workers(self, plan: EpochPlan, dataset_epoch: int | None) -> None:
+    def _resume_workers(self, lives: bool, dataset_epoch: int | None) -> None:
         """Tells workers from a previous epoch that another begins; those just started read it in their journals."""
         assert self._fleet is not None
-        self.position.shared_seed = self._shared_seed
-        resumed = Resumed(self.position.epoch, self._shared_seed, dataset_epoch)
+        self.position.is_seeded(int(self._base_seed), self._shared_seed)
+        resumed = Resumed(self.position.begin.epoch, self._shared_seed, dataset_epoch)
         for worker in self._fleet.workers:
             worker.journal.begins(resumed)
-            if not plan.starts_workers and not worker.away:
+            if lives and not worker.away:
                 worker.host.lane.abandon()
                 worker.resume(resumed)
 
-    def _start_fleet(self, loader: Any, plan: EpochPlan) -> Fleet:
+    def _start_fleet(self, loader: Any) -> Fleet:
         fleet = fleet_for(
             loader,
             Replica(self._dataset, self._collate_fn, self._worker_init_fn, dict(default_collate_fn_map)),
@@ -286,7 +251,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
                 )
                 for worker_id in range(self._num_workers)
             ]
-            self.position.shared_seed = self._shared_seed
+            self.position.is_seeded(int(self._base_seed), self._shared_seed)
             fleet.begin(setups, self.position.journals)
         except BaseException:  # the processes were borrowed: they go back in any case
             fleet.release(busy=True)

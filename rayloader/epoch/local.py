@@ -85,7 +85,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         elif state is not None and state.process is not None:
             position.loaded = state.process.dataset
         if saved is None:
-            position.base_seed, position.shared_seed = int(self._base_seed), self._shared_seed
+            position.is_seeded(int(self._base_seed), self._shared_seed)
             if state is not None and state.redeal is not None:
                 self._sampler_iter = position.redeals(state.redeal)
             _compat_datasets.begins(self._dataset)
@@ -98,7 +98,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
                 self._watch = watch_of_ranks(loader)
         else:
             self._sampler_iter = move_to(position, saved)
-            self._base_seed, self._shared_seed = position.base_seed, position.shared_seed
+            self._base_seed, self._shared_seed = position.begin.base_seed, position.begin.shared_seed
             position.read_skips(loader, skips)
             self._num_yielded = position.delivered
             self._settle()
@@ -313,7 +313,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         undo = contextlib.ExitStack()
         if self._options.seeds_batches:
             undo.callback(RandomState.capture([]).restore, [])
-            seed_all(self.position.base_seed, self.position.epoch, task)
+            seed_all(self.position.begin.base_seed, self.position.begin.epoch, task)
         return undo
 
     def _seeded_as_worker(self) -> contextlib.ExitStack:
@@ -321,9 +321,10 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         undo = contextlib.ExitStack()
         if self._options.seeds_batches and self._iterable:
             undo.callback(RandomState.capture([]).restore, [])
-            random.seed(self.position.base_seed)
-            seed_torch(self.position.base_seed)
-            np.random.seed(numpy_seed(self.position.base_seed, 0))
+            base_seed = self.position.begin.base_seed
+            random.seed(base_seed)
+            seed_torch(base_seed)
+            np.random.seed(numpy_seed(base_seed, 0))
         return undo
 
 

@@ -19,13 +19,12 @@ from rayloader.random.search import search
 from rayloader.resume.loaded import RANK, LoadedSamplers
 from rayloader.resume.position import Position
 from rayloader.resume.ranks import Stage, in_batches, order_of, share
-from rayloader.resume.samplers import Samplers, Start, ranks_in
+from rayloader.resume.samplers import EpochBegin, Samplers, Start, ranks_in
 from rayloader.resume.saved import Checksums, place_of
 from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import WorkerState, has_state, load_state, told_by
 from rayloader.resume.state import (
     VERSIONS,
-    EpochBegin,
     Fits,
     LocalState,
     SavedPlace,

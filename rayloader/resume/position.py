@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from rayloader import fetching
 from rayloader.interrupts import new_lock
 from rayloader.resume.journal import Journal
-from rayloader.resume.samplers import Samplers, Start
+from rayloader.resume.samplers import EpochBegin, Samplers, Start
 from rayloader.task import NothingSkipped
 
 if TYPE_CHECKING:
-    from rayloader.resume.ranks import Stage
-    from rayloader.resume.state import EpochBegin, State, Stream
+    from rayloader.resume.state import State, Stream
 
 
 class DrawnAgain(Iterator[Any]):
@@ -46,13 +45,11 @@ class Position:
         self.lock = new_lock()
         self.handed: Any = None  # the `Task` whose batch the user was given last
         self.samplers = samplers
-        self.base_seed = base_seed
-        self.shared_seed: int | None = None
+        self.begin = EpochBegin(base_seed)
         self.num_workers = num_workers
         self.iterable = iterable
         self.journals = [Journal() for _ in range(num_workers)]  # the workers' own, for a position outlives its fleet
         self.packed: dict[Any, Any] = {}  # parts of the last state, see NOTE [Same parts] in state.py
-        self.epoch = 0  # epochs of these workers before this one
         self.epochs_begun = epochs_begun  # of the run, this one included
         self.skips: NothingSkipped = NothingSkipped()
         self._forget_epoch()
@@ -64,24 +61,30 @@ class Position:
 
     def begins(self, again: bool) -> None:
         """A new epoch, before the sampler's iterator is created; `again`: of workers that had one before."""
-        self.epoch += again
         self.epochs_begun += 1
         self._forget_epoch()
-        self.starts += (Start(self.samplers.capture(), self.samplers.own_state()),)
+        start = Start(self.samplers.capture(), self.samplers.own_state())
+        self._begin_is(epoch=self.begin.epoch + again, starts=(start,), stages=())
+
+    def is_seeded(self, base_seed: int, shared_seed: int | None) -> None:
+        """The seeds of the workers, and of DataPipes, are these."""
+        self._begin_is(base_seed=base_seed, shared_seed=shared_seed)
+
+    def _begin_is(self, **fields: Any) -> None:
+        self.begin = self.begin._replace(**fields)
 
     def restarts(self) -> None:
         """The workers are lost: new ones begin."""
-        self.epoch, self.finished = 0, False
+        self._begin_is(epoch=0)
+        self.finished = False
         self.journals = [Journal() for _ in range(self.num_workers)]
 
     def _forget_epoch(self) -> None:
-        self.starts: tuple[Start, ...] = ()  # each is further than the one before
         self.next_task = 0  # all tasks before it are taken
         self.next_worker = 0
         self.delivered = 0  # batches
         self.checksum = 0  # of the indices before `next_task`
         self.skipped = 0  # samples
-        self.stages: tuple[Stage, ...] = ()  # through which the epoch went with other numbers of ranks
         self.finished = False
         self.handed = None
         self._counted = -1  # the task that was taken last
@@ -98,25 +101,25 @@ class Position:
 
     def redeals(self, begin: EpochBegin) -> Any:
         """The epoch was begun by other ranks: returns the iterator over this rank's share of the rest."""
-        self.starts, self.stages = begin.starts, begin.stages
+        self._begin_is(starts=begin.starts, stages=begin.stages)
         self.skips.forget(self.epoch_of_run)
         from rayloader.resume.ranks import iterator_of
 
-        with self.samplers.at(self.starts[0].moment):
-            return iterator_of(self.samplers, self.stages)
+        with self.samplers.at(begin.starts[0].moment):
+            return iterator_of(self.samplers, begin.stages)
 
     def sampler_begins(self, iterator: Any) -> None:
         """The sampler's iterator is about to be read for the first time, or to continue."""
         if isinstance(iterator, DrawnAgain):
             return
         self.stateful = self.samplers.is_stateful(iterator)
-        start = self.starts[0]
-        self.starts = (start._replace(own=self.samplers.with_iterator(start.own, iterator)),)
+        start = self.begin.starts[0]
+        self._begin_is(starts=(start._replace(own=self.samplers.with_iterator(start.own, iterator)),))
 
     def first_draw(self, iterator: Any) -> None:
         """The first read of the sampler's iterator, if that is some time after its creation."""
-        if not self.stages:  # otherwise the whole epoch is drawn already
-            self.starts = (self.starts[0]._replace(drawing=self.samplers.capture()),)
+        if not self.begin.stages:  # otherwise the whole epoch is drawn already
+            self._begin_is(starts=(self.begin.starts[0]._replace(drawing=self.samplers.capture()),))
         self.sampler_begins(iterator)
 
     def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> bool:
@@ -127,9 +130,10 @@ class Position:
         skipped = not known and not self.iterable and self.skips.has((self.epoch_of_run, task_id))
         if known or skipped:
             self._ahead[task_id] = checksum
-        if task_id == 0 and self.stateful and len(self.starts) == 1:
+        if task_id == 0 and self.stateful and len(self.begin.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
-            self.starts += (Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum),)
+            after = Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum)
+            self._begin_is(starts=(*self.begin.starts, after))
         return known or skipped
 
     def sampler_ended(self, total: int) -> None:

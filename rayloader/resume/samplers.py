@@ -21,7 +21,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from rayloader.random.generators import KINDS, distinct, suit
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
 from rayloader.resume.snapshot import dump_state, has_state
+
+if TYPE_CHECKING:
+    from rayloader.resume.ranks import Stage
 
 # Torch's own, and those of `SHARDS`: what they give depends on nothing that a state does not hold. So is it with plans.
 QUIET_SAMPLERS = {
@@ -116,6 +119,24 @@ class Start(NamedTuple):
     first: Any = None  # after the first draw: its result
     checksum: int = 0  # of that
     drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
+
+
+class EpochBegin(NamedTuple):
+    """What of a position stays the same from the epoch's first draw on.
+
+    Attributes:
+        base_seed: of the workers.
+        shared_seed: of DataPipes.
+        epoch: epochs of these workers before this one.
+        starts: where the sampler can be read again; each is further than the one before.
+        stages: through which the epoch went with other numbers of ranks.
+    """
+
+    base_seed: int = 0
+    shared_seed: int | None = None
+    epoch: int = 0
+    starts: tuple[Start, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
 
 _NO_STATE = OwnState()

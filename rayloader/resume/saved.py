@@ -21,7 +21,6 @@ from rayloader.resume.ranks import iterator_of
 from rayloader.resume.samplers import OwnState, Start
 from rayloader.resume.snapshot import has_state, told_by
 from rayloader.resume.state import (
-    EpochBegin,
     SavedPlace,
     SavedWorker,
     WorkerStart,
@@ -80,7 +79,7 @@ def place_of(position: Position) -> SavedPlace:
     position.settle()
     if position.error:
         raise StateError(f"the position in the epoch can't be saved: {position.error}")
-    if errors := [start.own.error for start in position.starts if start.own.error]:
+    if errors := [start.own.error for start in position.begin.starts if start.own.error]:
         raise StateError(f"the sampler could not save its state:\n{errors[0]}")
     last = max(position._draws, position.next_task) - 1
     while last >= position.next_task and last not in position._checksums:
@@ -89,7 +88,7 @@ def place_of(position: Position) -> SavedPlace:
     if stream is not None and stream.iterator is not None:
         stream = replace(stream, iterator=None, told=stream.told or told_by(stream.iterator))
     return SavedPlace(
-        EpochBegin(position.base_seed, position.shared_seed, position.epoch, position.starts, position.stages),
+        position.begin,
         stream,
         tuple([_worker_of(journal, is_compared=position.iterable) for journal in position.journals]),
         tuple(sorted(position._ahead)),
@@ -114,14 +113,12 @@ def move_to(position: Position, saved: SavedPlace) -> Any:
     Raises:
         StateError: the sampler does not reproduce its indices.
     """
-    begin = saved.begin
+    position.begin = saved.begin
     position.epochs_begun += not saved.finished
-    position.base_seed, position.shared_seed, position.epoch = begin.base_seed, begin.shared_seed, begin.epoch
-    position.starts, position.stages = begin.starts, begin.stages
     position.next_task, position.next_worker = saved.next_task, saved.next_worker
     position.delivered, position.skipped, position.finished = saved.delivered, saved.skipped, saved.finished
     position._ahead = dict.fromkeys(saved.ahead, saved.checksum)
-    position.stateful = any(start.own != OwnState() for start in position.starts)
+    position.stateful = any(start.own != OwnState() for start in position.begin.starts)
     told: dict[int, codec.Encoded | None] = {id_: None for worker in saved.workers for id_, _ in worker.replay}
     iterator = iter(()) if position.finished and not told else _draw_again(position, saved, told)
     for journal, worker in zip(position.journals, saved.workers, strict=True):
@@ -141,7 +138,7 @@ def _draw_again(position: Position, saved: SavedPlace, told: dict[int, codec.Enc
     """The sampler's iterator at the position; fills in the indices for the tasks in `told`. See `samplers.py`."""
     expected = {position.next_task: saved.checksum, saved.drawn: saved.drawn_checksum}
     position._draws, position.checksum = saved.draws, saved.checksum
-    for start in position.starts:
+    for start in position.begin.starts:
         theirs = position.samplers.are_of_users  # what they raise is the user's to see
         with position.samplers.at(start.moment), contextlib.nullcontext() if theirs else as_saved():
             iterator = _iterator_at(position, start)
@@ -170,7 +167,7 @@ def _draw_again(position: Position, saved: SavedPlace, told: dict[int, codec.Enc
 
 def _iterator_at(position: Position, start: Start) -> Any:
     position.samplers.load(start.own.sampler)
-    iterator = iterator_of(position.samplers, position.stages)
+    iterator = iterator_of(position.samplers, position.begin.stages)
     if start.own.iterator is not None and has_state(iterator):
         iterator.load_state_dict(pickle.loads(start.own.iterator))
     return iterator

@@ -31,7 +31,7 @@ from rayloader.random.random_state import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
-from rayloader.resume.samplers import Moment, OwnState, SamplerState, Start
+from rayloader.resume.samplers import EpochBegin, Moment, OwnState, SamplerState, Start
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Step, Task
 from rayloader.transport import codec
@@ -79,24 +79,6 @@ class LocalState(NamedTuple):
     def remembers(self) -> bool:
         """Whether batches depend on earlier ones, even if each batch is seeded by itself."""
         return self.dataset is not None or bool(self.random.held)
-
-
-class EpochBegin(NamedTuple):
-    """What of a position stays the same from the epoch's first draw on.
-
-    Attributes:
-        base_seed: of the workers.
-        shared_seed: of DataPipes.
-        epoch: epochs of these workers before this one.
-        starts: where the sampler can be read again; each is further than the one before.
-        stages: through which the epoch went with other numbers of ranks.
-    """
-
-    base_seed: int = 0
-    shared_seed: int | None = None
-    epoch: int = 0
-    starts: tuple[Start, ...] = ()
-    stages: tuple[Stage, ...] = ()
 
 
 @dataclass(slots=True)

@@ -129,7 +129,7 @@ class Epoch:
         meanwhile()
         self.position.begins(True)
         for worker in self.fleet.workers:
-            resumed = Resumed(self.position.epoch, None)
+            resumed = Resumed(self.position.begin.epoch, None)
             worker.journal.begins(resumed)
             if not worker.away:
                 worker.resume(resumed)

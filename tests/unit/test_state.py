@@ -12,9 +12,9 @@ from rayloader.random.random_state import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
 from rayloader.resume.ranks import Stage
+from rayloader.resume.samplers import EpochBegin
 from rayloader.resume.snapshot import WorkerState
 from rayloader.resume.state import (
-    EpochBegin,
     Fits,
     LocalState,
     Moment,
