@@ -204,52 +204,6 @@ class Schedule:
         self._recent.append(event)
         return _HANDLERS[type(event)](self, event)
 
-    def validate(self) -> None:
-        """Checks the invariants that must hold between any two events.
-
-        Raises:
-            RuntimeError: one does not hold (a fault of this module); says after which events.
-        """
-        tasks = self.tasks
-        of_any = [task for task in tasks if not task.is_assigned]
-        undelivered = [task for task in tasks if task.state is not DELIVERED]  # not by `head`, which changes `_head_id`
-        checks = {
-            "task ids ascend": list(self._tasks) == sorted(self._tasks),
-            "what is GONE is not in the table": all(task.state is not GONE for task in tasks),
-            "the queue holds what no worker has": list(self._queued) == of_any,
-            "what no worker has is QUEUED": all(task.state is QUEUED for task in of_any),
-            "only a dynamic schedule has a queue": self.dynamic or not of_any,
-            "who may be given what queues has it": not self._queued or self._freest() is None,
-            "what is DELIVERED is deliverable": sorted(task.task_id for task in self.deliverable)
-            == [task.task_id for task in tasks if task.state is DELIVERED],
-            "no undelivered task is below the head": all(task.task_id >= self._head_id for task in undelivered),
-            "in order, what is READY waits for the head": not self.in_order
-            or not undelivered
-            or undelivered[0].state is not READY,
-            "what is READY is counted": self.early == sum(task.state is READY for task in tasks),
-            "draws are owed, or none": self.owed_draws >= 0,
-            "what is closed holds nothing": not self.closed or not (tasks or self.owed_draws),
-            "the table fits the window": len(tasks) + self.owed_draws <= self.window
-            or self._sampler_exhausted
-            # An exhausted worker's places are dropped, although its tasks may still wait for the head.
-            or not all(worker.active for worker in self._workers),
-            "active workers are counted": self._num_active == sum(worker.active for worker in self._workers),
-        }
-        for worker_id, worker in enumerate(self._workers):
-            mine = [task for task in tasks if task.worker_id == worker_id]
-            checks[f"worker {worker_id} holds its tasks"] = worker.held == len(mine)
-            unanswered = {task.task_id for task in mine if task.state is OUTSTANDING}
-            checks[f"worker {worker_id} owes what is OUTSTANDING"] = unanswered == {
-                task.task_id for task in worker.unanswered
-            }
-            waiting = [task for task in mine if task.state in (QUEUED, LOST)]
-            checks[f"worker {worker_id} waits for what is QUEUED or LOST"] = list(worker.waiting) == waiting
-            checks[f"worker {worker_id} is given what it may be"] = not (worker.waiting and worker.ready)
-            checks[f"worker {worker_id} without a process has nothing"] = worker.ready or not worker.unanswered
-        for rule, holds in checks.items():
-            if not holds:
-                raise RuntimeError(f"the schedule has broken a rule of its own: {rule}; {self._history()}")
-
     def _history(self) -> str:
         return f"the last events: {', '.join(map(repr, self._recent))}"
 

@@ -35,6 +35,7 @@ from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
 from rayloader.task import TaskState
 from rayloader.workers import fleet as fleet_module
+from schedule_rules import check_rules
 
 MB = 1 << 20
 PREFETCH_FACTOR = 2
@@ -184,7 +185,7 @@ class Epoch:
 
     def check(self) -> None:
         """What must hold at any time: the schedule's rules, and that the journals say what the schedule says."""
-        self.schedule.validate()
+        check_rules(self.schedule)
         assert not self.engine.broken
         if self.schedule.closed or self.engine.failure is not None:
             return

@@ -33,6 +33,7 @@ from rayloader.epoch.messages import (
 )
 from rayloader.epoch.schedule import AHEAD, DEATHS, KILLS, Schedule
 from rayloader.task import GONE, LOST, Task
+from schedule_rules import check_rules
 
 
 @dataclasses.dataclass
@@ -127,7 +128,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.schedule is not None
         closed = self.schedule.closed
         commands = self.schedule.handle(event)
-        self.schedule.validate()
+        check_rules(self.schedule)
         assert not closed or not commands
         for command in commands:
             match command:
@@ -244,14 +245,14 @@ class AnyOrder(RuleBasedStateMachine):
         task_id = data.draw(st.sampled_from(self.taken))
         assert self.schedule.handle(TaskDone(task_id)) == []
         assert self.schedule.handle(WorkerExhausted(task_id)) == []
-        self.schedule.validate()
+        check_rules(self.schedule)
 
     @precondition(lambda self: self.schedule and any(worker.ready for worker in self.workers))
     @rule(data=st.data())
     def hear_again_of_what_has_come(self, data):
         task_id = data.draw(st.sampled_from([task_id for worker in self.workers for task_id in worker.ready]))
         assert self.schedule.handle(TaskDone(task_id, nbytes=1000)) == []
-        self.schedule.validate()
+        check_rules(self.schedule)
 
     @precondition(lambda self: self.schedule and not self.failed)
     @rule(
@@ -306,7 +307,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.schedule is not None
         finished, tasks = self.schedule.finished, self.schedule.tasks
         commands = self.schedule.handle(Closed(resuming))
-        self.schedule.validate()
+        check_rules(self.schedule)
         for k, worker in enumerate(self.workers):
             mine = [task for task in tasks if task.worker_id == k]
             told = {
