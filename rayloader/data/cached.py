@@ -35,7 +35,7 @@ from rayloader.errors import CacheError, add_note
 from rayloader.fetching import ask, one_by_one
 from rayloader.namespaces import attributes_in
 from rayloader.observe.stats import CacheStats
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.random.search import search, walk
 from rayloader.resume.wrapped import pass_on
 from rayloader.transport import codec

@@ -22,7 +22,6 @@ from typing import Any
 
 from rayloader import fetching
 from rayloader.epoch.ahead import AheadThread, Delivery, Preparation, opened
-from rayloader.epoch.draws import Draws
 from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
@@ -56,7 +55,7 @@ from rayloader.observe.recorder import Tally
 from rayloader.options import Options
 from rayloader.protocol import ENDS, Answer, ResultKind, Spent, Up
 from rayloader.resume.journal import Resumed
-from rayloader.resume.position import Position
+from rayloader.resume.position import Draws, Position
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import DELIVERED, UNOPENED, Task
 from rayloader.transport.lanes import Recycled, leased_bytes, received
@@ -113,7 +112,7 @@ class Engine:
     ) -> None:
         self.fleet = fleet
         self.schedule = schedule
-        self._draws = Draws(sampler_iter, position, tally)
+        self._draws = Draws(sampler_iter, position)
         self._options = options
         self._position = position
         self._delivery = delivery
@@ -358,8 +357,10 @@ class Engine:
         """Draws what the schedule has requested."""
         while self.schedule.owed_draws:
             self._drawing = True
+            began = time.perf_counter()
             try:
                 indices = self._draws.next()
+                self._tally.drawing += time.perf_counter() - began
             except StopIteration:
                 self.handle(SamplerExhausted())
             except Exception:  # from the sampler, or because its indices cannot be pickled

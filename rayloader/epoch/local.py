@@ -29,7 +29,7 @@ from rayloader.epoch.reports import describe_here
 from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError, add_note
 from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
-from rayloader.random.random_state import RandomState, seed_all, seed_torch
+from rayloader.random.generators import RandomState, seed_all, seed_torch
 from rayloader.resume.checkpoint import capture_random, goes_on, held_in
 from rayloader.resume.digest import chain, digest, digest_of, drawn
 from rayloader.resume.position import new_position

@@ -29,7 +29,7 @@ from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torch
 from rayloader.host.shard_info import Reader
 from rayloader.host.whole_batches import SELECTS, whole_batch
 from rayloader.protocol import ENDS, Answer, Caught, Replica, ResultKind, Setup, carried, pack_spent
-from rayloader.random.random_state import RandomState, seed_all, seed_torch
+from rayloader.random.generators import RandomState, seed_all, seed_torch
 from rayloader.resume.digest import chain, digest, of_error
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, end_again, has_state, load_state

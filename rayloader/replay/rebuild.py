@@ -27,7 +27,7 @@ from rayloader.epoch.local import LocalIterator
 from rayloader.errors import RayloaderError, StateError, add_note
 from rayloader.options import check_means, is_whole
 from rayloader.protocol import Caught
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
 from rayloader.resume.skips import AllBut, SkipSteps

@@ -14,12 +14,12 @@ from typing import Any
 
 from rayloader._compat_datasets import loading
 from rayloader.errors import StateError
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.random.search import search
 from rayloader.resume.loaded import RANK, LoadedSamplers
 from rayloader.resume.position import Position
-from rayloader.resume.ranks import Stage, in_batches, order_of, share
-from rayloader.resume.samplers import EpochBegin, Samplers, Start, ranks_in
+from rayloader.resume.ranks import in_batches, order_of, share
+from rayloader.resume.samplers import EpochBegin, Samplers, Stage, Start, ranks_in
 from rayloader.resume.saved import Checksums, place_of
 from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import WorkerState, has_state, load_state, told_by

@@ -1,4 +1,4 @@
-"""The position of an iterator's user in its stream; `saved.py` makes a part of a state of it.
+"""The position of an iterator's user in its stream, and what is drawn for it; `saved.py` makes a part of a state of it.
 
 Promise: only batches that were handed to the user count.
 """
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rayloader import fetching
 from rayloader.interrupts import new_lock
+from rayloader.protocol import carried
+from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.journal import Journal
 from rayloader.resume.samplers import EpochBegin, Samplers, Start
 from rayloader.task import NothingSkipped
@@ -220,6 +222,43 @@ class Position:
         """These samples were left out. Raises SkipLimitError if they are too many."""
         self.skipped += len(samples)
         fetching.tell(samples, self.skipped, max_skipped)
+
+
+class Draws:
+    """The draws of one epoch. Only the user's thread makes them, because sampler and generator are the user's.
+
+    Args:
+        sampler_iter: yields the indices of a batch, or of a sample where batching is off.
+        position: the user's position in the stream; it is told of each draw.
+
+    Attributes:
+        count: draws so far, of the epoch: the number of the next task.
+    """
+
+    def __init__(self, sampler_iter: Iterator[Any], position: Position) -> None:
+        self._sampler_iter = sampler_iter
+        self._position = position
+        self.count = position.next_task
+        self._checksum = position.checksum
+
+    def begin(self) -> None:
+        """The sampler's iterator is about to be read."""
+        self._position.sampler_begins(self._sampler_iter)
+
+    def next(self) -> Drawn | None:
+        """The next indices, None if the user has that batch. Raises the sampler's errors; StopIteration at its end."""
+        try:
+            if self.count >= self._position.skips.end:
+                raise StopIteration
+            indices = next(self._sampler_iter)
+        except StopIteration:
+            self._position.sampler_ended(self.count)
+            raise
+        result = drawn(indices, self._checksum, carried())
+        self._checksum = result.checksum
+        self.count += 1
+        had = self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)
+        return None if had else result
 
 
 def new_position(loader: Any, state: State | None, base_seed: int, num_workers: int) -> Position:

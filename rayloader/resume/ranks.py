@@ -30,12 +30,14 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rayloader.options import is_whole
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.resume.samplers import (
     QUIET_SAMPLERS,
     SHARDS,
     Planned,
+    Ranges,
     Samplers,
+    Stage,
     batches_are_made,
     chain_of,
     check_batched,
@@ -44,7 +46,6 @@ from rayloader.resume.samplers import (
 )
 
 _T = TypeVar("_T")
-Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and the one after the last
 
 # Attributes by which samplers and datasets show that they are parts: torch's and those modelled on it; Accelerate's;
 # Megatron's and others.
@@ -281,12 +282,6 @@ def _seeded(seed: int) -> contextlib.ExitStack:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     return undo
-
-
-class Stage(NamedTuple):
-    """A set of ranks by which part of the epoch was taken: for each rank, which places of its share."""
-
-    taken: list[Ranges]
 
 
 def share(order: Sequence[_T], stages: Sequence[Stage], num_replicas: int, rank: int, *, drop_last: bool) -> list[_T]:

@@ -21,7 +21,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,9 @@ from torch.utils.data import (
 from rayloader._compat import InfiniteConstantSampler
 from rayloader.errors import StateError
 from rayloader.namespaces import functions_of, is_a, names_in, namespace_of
-from rayloader.random.generators import KINDS, distinct, suit
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import KINDS, RandomState, distinct, suit
 from rayloader.random.search import search
 from rayloader.resume.snapshot import dump_state, has_state
-
-if TYPE_CHECKING:
-    from rayloader.resume.ranks import Stage
 
 # Torch's own, and those of `SHARDS`: what they give depends on nothing that a state does not hold. So is it with plans.
 QUIET_SAMPLERS = {
@@ -119,6 +115,15 @@ class Start(NamedTuple):
     first: Any = None  # after the first draw: its result
     checksum: int = 0  # of that
     drawing: Moment | None = None  # before the first draw, if the sampler's iterator was created some time before
+
+
+Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and the one after the last
+
+
+class Stage(NamedTuple):
+    """A set of ranks by which part of the epoch was taken: for each rank, which places of its share."""
+
+    taken: list[Ranges]
 
 
 class EpochBegin(NamedTuple):

@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rayloader.errors import ReplayError, StateError, too_deep
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.random.search import search
 from rayloader.transport.pickler import ByIdPickler, dumped
 

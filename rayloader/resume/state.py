@@ -27,11 +27,10 @@ import torch
 from rayloader import plain_state
 from rayloader._version import __version__
 from rayloader.errors import StateError
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
-from rayloader.resume.ranks import Stage
-from rayloader.resume.samplers import EpochBegin, Moment, OwnState, SamplerState, Start
+from rayloader.resume.samplers import EpochBegin, Moment, OwnState, SamplerState, Stage, Start
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Step, Task
 from rayloader.transport import codec

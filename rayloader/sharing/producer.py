@@ -49,8 +49,7 @@ from rayloader.actors.image import Contents, Image, Source, decode_replica, modu
 from rayloader.errors import RaySessionError, ShareError, StateError, add_note
 from rayloader.interrupts import Bell
 from rayloader.protocol import Caught, carried
-from rayloader.random.generators import GENERATORS
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import GENERATORS, RandomState
 from rayloader.transport import codec, raw, unpicklable
 from rayloader.transport.lanes import in_message
 

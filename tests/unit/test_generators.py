@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from rayloader.random import search
-from rayloader.random.generators import GENERATORS, engine, same_state, set_state, state_of
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import GENERATORS, RandomState, engine, same_state, set_state, state_of
 from rayloader.resume.state import pack_random as pack
 from rayloader.resume.state import unpack_random as unpack
 from rayloader.transport import codec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.resume.snapshot import WorkerState

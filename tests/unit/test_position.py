@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayloader import DataLoader, SkipLimitError, StateError
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers

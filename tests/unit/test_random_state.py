@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayloader.random.generators import same_state, set_state, state_of
-from rayloader.random.random_state import RandomState, seed_all, seed_torch
+from rayloader.random.generators import RandomState, same_state, seed_all, seed_torch, set_state, state_of
 from rayloader.random.search import search
 from rayloader.resume.state import pack_random as pack
 from rayloader.resume.state import unpack_random as unpack

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from rayloader.resume.ranks import Stage, order_of, share
+from rayloader.resume.ranks import order_of, share
+from rayloader.resume.samplers import Stage
 
 
 def sampler_of(length, num_replicas, rank, *, shuffle=True, drop_last=False):

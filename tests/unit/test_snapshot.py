@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayloader import ReplayError
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.resume import snapshot
 from rayloader.resume.snapshot import SHARE, SnapshotTaker, WorkerState, dump_state, end_again, has_state
 

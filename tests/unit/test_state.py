@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from rayloader import StateError
-from rayloader.random.random_state import RandomState
+from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
-from rayloader.resume.ranks import Stage
-from rayloader.resume.samplers import EpochBegin
+from rayloader.resume.samplers import EpochBegin, Stage
 from rayloader.resume.snapshot import WorkerState
 from rayloader.resume.state import (
     Fits,
