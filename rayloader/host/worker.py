@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +69,23 @@ class BuildOrder(NamedTuple):
     digest: int | None = None  # of the batch that was delivered before, if it is rebuilt
 
 
+@dataclass(slots=True)
+class Restoring:
+    """What a worker builds again, to come to where its last process was.
+
+    Attributes:
+        goal: what an iterable dataset without a state of its own, which is read again, must come to.
+        left: batches that are not begun, oldest first.
+        done: number of batches that were built again.
+        total: number of those that are to be.
+    """
+
+    goal: WorkerState | None = None
+    left: deque[BuildOrder] = field(default_factory=deque)
+    done: int = 0
+    total: int = 0
+
+
 class HostedWorker:
     """The worker that a process hosts.
 
@@ -95,11 +112,9 @@ class HostedWorker:
         self._tasks = 0  # number built in this epoch
         self._last_task = -1
         self._digest = 0
-        self._goal: WorkerState | None = None  # up to which an iterable dataset is being read again
-        self._replayed, self._to_replay = 0, 0  # batches
+        self._restoring: Restoring | None = None  # until it has reported where it is then
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
         self._recorder = SnapshotTaker(None, {}, RandomState.capture())
-        self._left: deque[BuildOrder] = deque()  # not begun, oldest first
         # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
         self._began = self._fetched = self._collated = 0.0
 
@@ -142,8 +157,7 @@ class HostedWorker:
         if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not state.has_own)):
             if state.begin is not None:
                 self._recorder.restore(state.begin)
-            self._goal, self._exhausted = state, False
-            self._to_replay += state.tasks
+            self._restoring, self._exhausted = Restoring(goal=state, total=state.tasks), False
             self._create_fetcher()
             return
         self._recorder.loaded = state if state.has_own else None
@@ -154,9 +168,20 @@ class HostedWorker:
         self._recorder.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
-    def _read_on(self, until: float) -> bool:
+    def _finish_restoring(self) -> Answer | None:
+        """Builds all that is to be built again. Returns only a result that ends the process."""
+        restoring = self._restoring
+        if restoring is not None:
+            self._read_on(restoring, math.inf)
+            while restoring.left:
+                result = self._do(restoring.left.popleft(), None)
+                if result.kind in ENDS:
+                    return result
+        return None
+
+    def _read_on(self, restoring: Restoring, until: float) -> bool:
         """Reads an iterable dataset from its start to its position; False if this is not finished at time `until`."""
-        goal = self._goal
+        goal = restoring.goal
         if goal is None:
             return True
         nothing = in_message(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
@@ -165,10 +190,10 @@ class HostedWorker:
             result = self._build(again, None)
             if result.kind == ResultKind.EXITED:
                 self._failure = replace(result, kind=ResultKind.NOT_STARTED)
-            self._replayed += 1
+            restoring.done += 1
             if time.monotonic() >= until:
                 return False
-        self._goal, self._replayed = None, goal.tasks
+        restoring.goal, restoring.done = None, goal.tasks
         if self._failure is not None:
             return True
         with self._keeping_failure():
@@ -199,8 +224,9 @@ class HostedWorker:
 
         `idle` and `sending` are the seconds before its task that the process did nothing, and sent the last answer.
         """
-        answer.replay, answer.asked = (self._replayed, self._to_replay), self._reader.was_asked_for
-        answer.read = self._reader.read
+        if (restoring := self._restoring) is not None:
+            answer.replay = restoring.done, restoring.total
+        answer.asked, answer.read = self._reader.was_asked_for, self._reader.read
         answer.state = self._snapshot_if_due(answer.seconds)
         began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
         fetch, collate, transfer = fetched - began, collated - fetched, ended - collated + sending
@@ -209,13 +235,14 @@ class HostedWorker:
     def _snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
         """A snapshot of the worker, if one is due after these seconds of work."""
         self._recorder.worked(seconds)
-        if self._goal is not None or self._unrestored:
+        restoring = self._restoring
+        if self._unrestored or (restoring is not None and restoring.goal is not None):
             return None
-        begins = 0 < self._replayed == self._to_replay  # something new, after everything was rebuilt
+        begins = restoring is not None and 0 < restoring.done == restoring.total  # something new, after all was rebuilt
         ends = self._exhausted and not self._end_is_told
         self._end_is_told = self._exhausted
         if begins:
-            self._replayed = self._to_replay = 0
+            self._restoring = None
         if not (ends or begins or self._recorder.is_due):
             return None
         return tuple(self._recorder.snapshot(self._iterator, **self._progress()))
@@ -245,11 +272,8 @@ class HostedWorker:
         As there, tasks that torch's worker would have been given are built first, and nothing more: the random streams
         continue after these.
         """
-        self._read_on(math.inf)
-        while self._left:
-            result = self._do(self._left.popleft(), None)
-            if result.kind in ENDS:  # this call has no other way to say so
-                sys.exit(result.text)
+        if (ends := self._finish_restoring()) is not None:
+            sys.exit(ends.text)  # this call has no other way to say so
         if self._recorder.loaded is not None and (self._exhausted or getattr(self._fetcher, "ended", False)):
             self._end_again(self._recorder.loaded)
         self._epoch, self._exhausted, self._end_is_told = resumed.epoch, False, False
@@ -275,25 +299,25 @@ class HostedWorker:
 
     def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Returns a task's result."""
-        self._read_on(math.inf)
-        while self._left:
-            result = self._do(self._left.popleft(), None)
-            if result.kind in ENDS:
-                return replace(result, task_id=task.task_id)
+        if self._restoring is not None and (ends := self._finish_restoring()) is not None:
+            return replace(ends, task_id=task.task_id)
         return self._do(task, arena)
 
     def replay(self, tasks: list[BuildOrder], is_unwanted: Callable[[], bool]) -> Answer | None:
         """Rebuilds tasks for a limited time, and keeps the rest. Returns only a result that ends the process."""
-        self._left.extend(tasks)
         self._unrestored |= self._failure is not None
-        self._to_replay += len(tasks)
-        until = time.monotonic() + REPLAY_SECONDS
-        if not self._read_on(until):
+        if not tasks and self._restoring is None:
             return None
-        while self._left:
-            task = self._left.popleft()
+        self._restoring = restoring = self._restoring or Restoring()
+        restoring.left.extend(tasks)
+        restoring.total += len(tasks)
+        until = time.monotonic() + REPLAY_SECONDS
+        if not self._read_on(restoring, until):
+            return None
+        while restoring.left:
+            task = restoring.left.popleft()
             if is_unwanted():
-                self._replayed += 1
+                restoring.done += 1
                 continue
             result = self._do(task, None)
             if result.kind in ENDS:
@@ -305,7 +329,8 @@ class HostedWorker:
     def _do(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Executes a task when it is its turn; a rebuilt batch must equal the original."""
         result = self._build(task, arena)
-        self._replayed += task.again
+        if task.again and self._restoring is not None:
+            self._restoring.done += 1
         if task.digest in (None, result.digest) or self._failure is not None or result.kind in ENDS:
             return result
         has_own = has_state(self._dataset) or has_state(self._iterator)
