@@ -40,10 +40,15 @@ def whole_batch(dataset: Any, indices: Any) -> Any:
     """The collated samples; None if they must be asked for one by one, or are few.
 
     Args:
-        dataset: of a type in `SELECTS`.
+        dataset: any.
         indices: of a batch, as the sampler gave them.
     """
-    if type(indices) is not list or len(indices) < FEWEST or set(map(type, indices)) != {int}:
+    if (
+        type(dataset) not in _SELECTS
+        or type(indices) is not list
+        or len(indices) < FEWEST
+        or set(map(type, indices)) != {int}
+    ):
         return None
     if not _IS_TORCHS or any(getattr(kind, name, None) is not method for kind, name, method in _METHODS):
         return None
@@ -55,7 +60,7 @@ def whole_batch(dataset: Any, indices: Any) -> Any:
 
 def _select(dataset: Any, rows: _Places) -> Any:
     """Lists of the parts of each tensor of the batch, in the batch's structure."""
-    select = SELECTS.get(type(dataset))
+    select = _SELECTS.get(type(dataset))
     if select is None or "__getitems__" in getattr(dataset, "__dict__", {}):
         raise _NotWhole
     return select(dataset, rows)
@@ -152,7 +157,7 @@ def _filled(selected: Any, count: int) -> Any:
     return batch
 
 
-SELECTS: dict[type, Any] = {
+_SELECTS: dict[type, Any] = {
     torch.Tensor: _of_tensor,
     TensorDataset: _of_tensors,
     StackDataset: _of_stack,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterDataPipe
+from torch.utils.data import Dataset, IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import _compat_datasets, fetching
@@ -27,13 +27,12 @@ from rayloader._compat import DatasetKind, numpy_seed, set_worker_info
 from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
 from rayloader.host.shard_info import Reader
-from rayloader.host.whole_batches import SELECTS, whole_batch
 from rayloader.protocol import ENDS, Answer, Caught, Replica, ResultKind, Setup, carried, pack_spent
 from rayloader.random.generators import RandomState, seed_all, seed_torch
 from rayloader.resume.digest import chain, digest, of_error
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, end_again, has_state, load_state
-from rayloader.transport import codec, unpicklable
+from rayloader.transport import codec
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, from_wire, in_message, sealed, to_wire
 
@@ -103,6 +102,7 @@ class HostedWorker:
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._fetcher: Any = None
+        self._whole_batch: Any = None  # the function that selects whole batches from datasets of torch's own
         self._failure: Answer | None = None  # of `start` or `resume`; the answer to every task
         self._unrestored = False  # whether that failure means that this worker cannot be restored
         self._exhausted = False
@@ -136,6 +136,10 @@ class HostedWorker:
             _compat_datasets.begins(self._dataset)
             others = {"collate_fn": self._collate_fn, "worker_init_fn": loaded.worker_init_fn}
             self._recorder = SnapshotTaker(self._dataset, {"dataset": self._dataset, **others}, seeded)
+            if self._setup.auto_collation and type(self._dataset).__module__ in ("torch", Dataset.__module__):
+                from rayloader.host.whole_batches import whole_batch
+
+                self._whole_batch = whole_batch
             if state is None:
                 self._create_fetcher()
             else:
@@ -375,6 +379,8 @@ class HostedWorker:
             try:
                 encoded = _encode(batch, fresh=fresh)
             except Exception as error:  # the user's objects may raise anything
+                from rayloader.transport import unpicklable
+
                 unpicklable.note_batch(error, batch, _encode)
                 raise
             checksum = digest(batch, encoded)
@@ -421,9 +427,9 @@ class HostedWorker:
         try:
             left_out = skipped if setup.skip_errors else None
             wanted, only_torchs = from_wire(Wire(*indices)), is_torchs(self._collate_fn)
-            if type(self._dataset) in SELECTS and only_torchs and setup.auto_collation:
+            if self._whole_batch is not None and only_torchs:
                 fresh = collate_into(arena, alone=True)
-                if (batch := whole_batch(self._dataset, wanted)) is not None:
+                if (batch := self._whole_batch(self._dataset, wanted)) is not None:
                     self._fetched = time.perf_counter()
                     return batch, len(wanted), fresh
                 collate_into(arena)

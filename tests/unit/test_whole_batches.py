@@ -162,7 +162,9 @@ def test_a_batch_is_no_view_of_the_dataset():
 
 @pytest.mark.parametrize("collate_fn", [None, default_collate, by_sample])
 def test_a_loader_takes_whole_batches_with_the_default_collate(collate_fn, monkeypatch):
-    monkeypatch.setattr("rayloader.host.worker.whole_batch", lambda dataset, indices: ["a whole batch", *indices])
+    monkeypatch.setattr(
+        "rayloader.host.whole_batches.whole_batch", lambda dataset, indices: ["a whole batch", *indices]
+    )
     own = {"collate_fn": len} if collate_fn is by_sample else {"collate_fn": collate_fn}
     batches = list(DataLoader(PAIRS, 4, num_workers=1, workers="fork", **own))
     assert batches[0] == (4 if collate_fn is by_sample else ["a whole batch", 0, 1, 2, 3])
