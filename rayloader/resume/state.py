@@ -16,7 +16,6 @@ import operator
 import pickle
 import platform
 import reprlib
-import zlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -243,14 +242,6 @@ class State(NamedTuple):
     def is_between_epochs(self) -> bool:
         """Whether the next `iter()` begins an epoch."""
         return self.redeal is None and (self.position is None or self.position.finished)
-
-    @property
-    def mark(self) -> int:
-        """A number that tells this state from those of other places in the stream, and of other runs."""
-        place = self.position
-        if place is not None:
-            place = place._replace(begin=EpochBegin(place.begin.base_seed), stream=None, workers=())
-        return zlib.crc32(repr((self.num_workers, self.fits, pack_random(self.now), place)).encode())
 
     def pack(self, known: Packed | None = None) -> dict[str, Any]:
         """What `state_dict()` returns; `known`: parts of earlier states of the same position."""

@@ -92,20 +92,6 @@ def test_a_loaded_state_holds_what_the_saved_one_held(way):
     assert resumed == Resumed(2, 5)
     assert loaded.moment.epoch == 3
     assert loaded.now.equals(saved.now)
-    assert loaded.mark == saved.mark
-
-
-def test_a_mark_tells_states_of_other_places_and_runs():
-    saved = state()
-    place = saved.position
-    others = [
-        saved._replace(num_workers=3),
-        saved._replace(now=saved.now._replace(torch=b"another seed")),
-        saved._replace(position=None),
-        saved._replace(position=place._replace(next_task=place.next_task + 1)),
-        saved._replace(position=place._replace(begin=place.begin._replace(base_seed=2))),
-    ]
-    assert len({saved.mark, *(other.mark for other in others)}) == 6
 
 
 def test_what_stays_the_same_is_packed_once():
