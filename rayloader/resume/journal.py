@@ -5,7 +5,8 @@ lost one; a worker that starts from `base` and rebuilds the tasks in `replay` re
 
 NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuilds a delivered batch: the digests
 of the two must be equal. So `state` and `base` are snapshots from before the last task
-that was answered, or taken, and at least that one is rebuilt. If nothing of an epoch was answered, or taken,
+that was answered, or taken, and at least that one is rebuilt, also where the dataset has a state of its own, which may
+leave something out. If nothing of an epoch was answered, or taken,
 it is one of the previous epoch: the snapshot of the epoch's start proves nothing. With a state of the dataset's own it
 may be used all the same, unless it may be stale: then the previous epoch is gone through again until there is another
 one, from where something was built after. And for a stream that has ended nothing can be built.
@@ -13,7 +14,6 @@ one, from where something was built after. And for a stream that has ended nothi
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -69,13 +69,9 @@ class Journal:
         """The snapshot that another process starts from; None: as `start` makes it."""
         return self._start().state
 
-    def _start(self, before: float = math.inf) -> Before:
-        """Where another process starts, and how it comes from there to here; from a snapshot before this task, if any.
-
-        After the end of a stream there are no tasks.
-        """
+    def _start(self) -> Before:
+        """Where another process starts, and how it comes from there to here."""
         usable = [s for s in self._snapshots if _is_before(s, self._last_answered)]
-        usable = [s for s in usable if not s.tells_position or s.last_task < before]
         state = usable[-1] if usable else self.base
         unproven = bool(self._before.entries) and (self._last_answered < 0 or may_be_stale(state))
         if unproven or not self.begun:
@@ -122,7 +118,7 @@ class Journal:
 
     def begins(self, resumed: Resumed) -> None:
         """A new epoch begins."""
-        state, entries, shared_seed = self._start(before=max(self._given, default=-1))
+        state, entries, shared_seed = self._start()
         self._before = Before(state, (*entries, resumed), shared_seed)
         self._shared_seed = resumed.shared_seed
         self.begun = False
@@ -201,4 +197,4 @@ def may_be_stale(state: WorkerState | None) -> bool:
 
 def _is_before(state: WorkerState, task_id: int) -> bool:
     """Whether this snapshot may be used if everything up to a task is known; see NOTE [Proof]."""
-    return state.last_task < task_id or (state.last_task == task_id and not state.is_to_be_proven)
+    return state.last_task < task_id or (state.last_task == task_id and state.exhausted)

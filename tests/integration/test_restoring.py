@@ -199,7 +199,6 @@ class LostItsWay(IterableDataset):
             raise FileNotFoundError("as planned")
         while self.at < 80 and not self.resumed:
             self.at += 1
-            time.sleep(0.001)  # the next snapshot is some batches away: those are built again
             yield self.at
 
 
@@ -216,14 +215,16 @@ def test_a_stream_with_state_that_gives_nothing_after_a_kill_is_an_error(how):
     assert not any(isinstance(batch, Exception) for batch in (eleventh, thirteenth)), "worker 1 has lost nothing"
 
 
+@pytest.mark.parametrize("share", [0.0, 1e9], ids=["no snapshot", "a snapshot after each batch"])
 @pytest.mark.parametrize("how", ["raises", "ends"])
-def test_a_stream_with_state_that_gives_nothing_when_it_is_resumed_is_an_error(how):
-    loader = make({"dataset": LostItsWay(how)})
+def test_a_stream_with_state_that_gives_nothing_when_it_is_resumed_is_an_error(how, share, monkeypatch):
+    monkeypatch.setattr("rayloader.resume.snapshot.SHARE", share)
+    loader = make({"dataset": LostItsWay(how)}, workers="fork")
     iterator = iter(loader)
     for _ in range(7):
         next(iterator)
     state = loader.state_dict()
-    loader = make({"dataset": LostItsWay(how)})
+    loader = make({"dataset": LostItsWay(how)}, workers="fork")
     with pytest.raises(ReplayError, match="as planned" if how == "raises" else "has ended"):
         resumed(loader, state)
 

@@ -58,9 +58,17 @@ def test_at_least_one_task_that_was_taken_is_built_again():
     assert (journal.base.last_task, at(journal)) == (2, (2, [4, 6], [4]))
 
 
-@pytest.mark.parametrize("state", [{"dataset": b"state"}, {"iterator": b"state"}, {"exhausted": True}])
-def test_but_not_where_there_is_nothing_to_prove(state):
+@pytest.mark.parametrize("state", [{"dataset": b"state"}, {"iterator": b"state"}])
+def test_also_where_the_dataset_has_a_state_which_may_leave_something_out(state):
     journal = journal_of(0, 2, 4, answered=(0, 2), snapshots=(0, 2), **state)
+    assert at(journal) == (0, [2, 4], [])
+    journal.taken(0)
+    assert journal.base is None
+    assert [*journal.replay] == [0]
+
+
+def test_but_not_where_there_is_nothing_to_prove():
+    journal = journal_of(0, 2, 4, answered=(0, 2), snapshots=(0, 2), exhausted=True)
     assert at(journal) == (2, [4], [])
     journal.taken(0)
     assert journal.base.last_task == 0
@@ -68,7 +76,7 @@ def test_but_not_where_there_is_nothing_to_prove(state):
 
 
 def test_a_snapshot_is_told_as_what_has_changed():
-    journal = journal_of(0, 1, answered=(0, 1))
+    journal = journal_of(0, 1, 2, answered=(0, 1, 2))
     journal.reached(WorkerState(last_task=0, dataset=b"state"))
     journal.reached(WorkerState(last_task=1))
     assert (journal.state.last_task, journal.state.dataset) == (1, b"state")
@@ -152,10 +160,13 @@ def test_what_may_be_stale_is_reached_by_the_epoch_before_until_a_batch_has_a_sn
         journal.given(task)
     journal.answered(0, 100)
     journal.taken(0)
-    assert at(journal) == (1, [2, resumed, 0, 1], [0])
-    assert journal.before.state.last_task == 1
+    assert at(journal) == (0, [1, 2, resumed, 0, 1], [0])
+    assert journal.before.state.last_task == 0
     journal.reached(WorkerState(epoch=1, tasks=1, last_task=0))
-    assert at(journal) == (0, [1], [])
+    assert at(journal) == (0, [1, 2, resumed, 0, 1], [0])
+    journal.answered(1, 101)
+    journal.taken(1)
+    assert at(journal) == (0, [1], [1])
     assert journal.before is None
 
 

@@ -158,6 +158,7 @@ def test_a_workers_error_is_raised_until_it_has_a_state():
     worked(position, 2)
     position.journals[0].taken(0)
     position.journals[0].reached(WorkerState(last_task=0, dataset=DATASET, error="KeyError: no state"))
+    position.journals[0].taken(1)
     for _ in range(2):
         with pytest.raises(StateError, match="KeyError: no state"):
             place_of(position)
