@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from rayloader import DataLoader, RayloaderError
-from rayloader.cli import inspecting as describe
+from rayloader.cli.states import described
 from rayloader.random.packed import checked, pack, unpack
 from rayloader.random.random_state import RandomState
 from rayloader.random.search import search
@@ -138,7 +138,7 @@ def state_cases() -> Callable[[random.Random], None]:
     def case(rng: random.Random) -> None:
         name = rng.choice([*saved])
         state = damage_state(saved[name], rng)
-        json.dumps(describe.described(State.load(state)))
+        json.dumps(described(State.load(state)))
         loader = makers[name]()
         loader.load_state_dict(state)
         for count, _ in enumerate(loader):

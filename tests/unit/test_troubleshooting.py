@@ -33,7 +33,7 @@ PLACEHOLDER = re.compile(r"%[-.\d]*[sdgfr]")  # of logging
 PUBLIC = {name for name in rayloader.__all__ if name.endswith("Error")}
 SAYS = PUBLIC | {"TypeError", "ValueError", "AssertionError", "IndexError", "FileNotFoundError", "ImportError"}
 SAYS |= {"NotImplementedError", "UnpicklingError", "PicklingError"}
-SAYS |= {"SourceError"}  # of the commands
+SAYS |= {"CommandError"}  # of the commands
 SAYS |= {"warn", "warning", "info", "add_note", "refusal"}
 
 # What these say that is not for users, or stands elsewhere.
