@@ -11,7 +11,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -24,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rayloader._compat import BaseIterator
 from rayloader.errors import StateError, shorten
-from rayloader.observe.recorder import Recorder, cpus
+from rayloader.observe.recorder import Recorder
 from rayloader.options import (
     OnError,
     OnTimeout,
@@ -462,29 +461,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             print(loader.stats())
         """
         from rayloader.data.cached import cache_in
-        from rayloader.observe.stats import LoaderStats
-        from rayloader.observe.verdict import verdict
 
-        epoch, recent, total, epochs = self._recorder.tell()
         iterator = self._live_iterator
-        stats = LoaderStats(
-            num_workers=len(epoch.workers),
-            epoch=epoch.period(),
-            recent=recent.period(),
-            total=total.period(),
-            epochs=epochs,
-            processes=epoch.processes,
+        return self._recorder.tell(
             bytes_under_way=iterator.bytes_under_way if iterator is not None else 0,
             bytes_held=iterator.bytes_held if iterator is not None else 0,
-            cpus=cpus(),
-            cpu_use=epoch.cpu_use.share if epoch.cpu_use is not None else None,
             dynamic=self.scheduling == "dynamic",
-            in_order=bool(self.in_order),
             iterable=isinstance(self.dataset, IterableDataset),
-            prefetch_factor=epoch.depth,
             cache=cache_in(self.dataset),
         )
-        return replace(stats, verdict=verdict(stats))
 
     def trace(self, path: str | os.PathLike[str]) -> Tracing:
         """Records what workers and trainer do, and when, in a file for https://ui.perfetto.dev or chrome://tracing.
