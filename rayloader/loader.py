@@ -89,7 +89,7 @@ class _Watched:
 
     def __get__(self, loader: Any, loader_class: type) -> Any:
         if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
-            from rayloader.frameworks.rebuilt import note_rebuilt
+            from rayloader.frameworks.readers import note_rebuilt
 
             note_rebuilt(loader, loader.num_workers.loader(), source_of(loader.num_workers, loader.dataset)())
         return self._method.__get__(loader, loader_class)

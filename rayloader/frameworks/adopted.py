@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from rayloader._compat import BaseIterator, MultiProcessIterator, SingleProcessIterator
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import OfOneProcess, level_outside
-from rayloader.frameworks.rebuilt import ADOPTED, is_adopted
+from rayloader.frameworks.readers import ADOPTED, is_adopted
 from rayloader.loader import DataLoader, no_loader
 from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments, check, checked_num_workers, lacking

@@ -4,6 +4,7 @@ tests/frameworks has the real ones.
 """
 
 import copy
+import importlib.util
 import inspect
 import multiprocessing
 import pickle
@@ -21,7 +22,7 @@ import rayloader
 from rayloader._compat import BaseIterator, DatasetKind, MultiProcessIterator, SingleProcessIterator
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import OfOneProcess
-from rayloader.frameworks import adopted, rebuilt
+from rayloader.frameworks import adopted, patching, readers
 from rayloader.loader import WorkerCount
 from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments
@@ -62,8 +63,8 @@ def imported(name):
 
 
 @pytest.fixture(autouse=True)
-def all_is_put_back(monkeypatch):
-    monkeypatch.setattr(rebuilt, "_warned", False)
+def all_is_put_back():
+    readers._warn_of_rebuilt.cache_clear()
     before = [dict(vars(loader_class)) for loader_class in PATCHED]
     yield
     assert [dict(vars(loader_class)) for loader_class in PATCHED] == before
@@ -526,10 +527,10 @@ def test_defaults_are_checked_at_once(defaults, error, text):
 
 def test_without_torchdata(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    monkeypatch.delitem(sys.modules, "rayloader.frameworks.stateful", raising=False)
-    with rayloader.patch():
-        assert type(DataLoader(DATASET)) is rayloader.DataLoader
-        assert type(StatefulDataLoader(DATASET)) is StatefulDataLoader
+    spec = importlib.util.spec_from_file_location("copy_of_patching", patching.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    assert {DataLoader: rayloader.DataLoader} == anew._REPLACED
 
 
 # ---- the warning
