@@ -13,20 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from rayloader.cli import given
 from rayloader.cli.doctor import busy
-from rayloader.cli.given import (
-    AsJson,
-    CommandError,
-    LoaderKind,
-    Subject,
-    err,
-    fail,
-    made,
-    named,
-    out,
-    print_json,
-    prints_to_standard_error,
-)
+from rayloader.cli.given import CommandError, LoaderKind
 from rayloader.observe.stats import figure
 from rayloader.options import Workers
 
@@ -40,10 +29,7 @@ CORES = os.cpu_count() or 1
 
 SubjectName = Annotated[
     str,
-    typer.Argument(
-        help="module:name or file.py:name of a loader or a dataset, or of a function that returns one",
-        show_default=False,
-    ),
+    typer.Argument(help="module:name or file.py:name of a loader or dataset, or what returns it", show_default=False),
 ]
 BatchSize = Annotated[int | None, typer.Option(help="samples per batch of a dataset; 32 by default", min=1)]
 Shuffle = Annotated[bool | None, typer.Option("--shuffle", help="load a dataset in random order")]
@@ -74,7 +60,7 @@ def bench(
     max_workers: Most = CORES,
     workers: Kind = None,
     seconds: Seconds = 3.0,
-    as_json: AsJson = False,
+    as_json: given.AsJson = False,
 ) -> None:
     """Load with torch's loader and with rayloader, with more and more workers; say how many to use.
 
@@ -83,24 +69,23 @@ def bench(
     step, is_busy = step_ms / 1000, busy()  # before anything here keeps it so
     measured: dict[LoaderKind, list[Rate]] = {"torch": [], "rayloader": []}
     try:
-        with prints_to_standard_error():
-            collate = named(collate_fn) if collate_fn else None
-            given = Subject.of(made(subject), batch_size=batch_size, shuffle=shuffle, collate_fn=collate)
+        with given.prints_to_standard_error():
+            collate = given.named(collate_fn) if collate_fn else None
+            options = {"batch_size": batch_size, "shuffle": shuffle, "collate_fn": collate}
+            loaders = given.Subject.of(given.made(subject), **options)
             if is_busy and not as_json:
-                err.print(f"[yellow]{is_busy}[/]: rates are lower, and differ more, than on a quiet one")
+                given.err.print(f"[yellow]{is_busy}[/]: rates are lower, and differ more, than on a quiet one")
             for kind, found in measured.items():  # torch's first, whose workers are forks: Ray is not there yet
                 for number in numbers_of_workers(max_workers):
-                    with err.status(f"{kind}, num_workers={number}"):
-                        found.append(measure(given.loader(kind, number, workers), seconds, step))
-    except CommandError as error:
-        fail(error)
-    except Exception as error:  # of the user's code
-        fail(CommandError(f"{type(error).__name__}: {error}"))
+                    with given.err.status(f"{kind}, num_workers={number}"):
+                        found.append(measure(loaders.loader(kind, number, workers), seconds, step))
+    except Exception as error:  # also of the user's code
+        given.fail(error)
     own = measured["rayloader"]
     number, reason = for_step(own, step) if step else fastest(own)
     if as_json:
         told = {kind: [asdict(rate) for rate in found] for kind, found in measured.items()}
-        print_json({**told, "num_workers": number, "reason": reason, "busy": is_busy})
+        given.print_json({**told, "num_workers": number, "reason": reason, "busy": is_busy})
         return
     table = Table("num_workers")
     for kind, what in itertools.product(measured, ("batches/s", "waits" if step else "first batch")):
@@ -110,8 +95,8 @@ def bench(
         cells = [(spread(rate), f"{rate.wait_share:.1%}" if step else f"{rate.first:.2f} s") for rate in rates]
         theirs, ours = rates
         table.add_row(str(ours.num_workers), *itertools.chain(*cells), f"{ours.batches / theirs.batches:.2f}")
-    out.print(table)
-    out.print(f"[bold]num_workers={number}[/]: {reason}")
+    given.out.print(table)
+    given.out.print(f"[bold]num_workers={number}[/]: {reason}")
 
 
 def numbers_of_workers(most: int) -> list[int]:

@@ -19,17 +19,8 @@ import typer
 from rich.markup import escape
 from torch.utils.data import Dataset
 
-from rayloader.cli.given import (
-    AsJson,
-    CommandError,
-    Subject,
-    fail,
-    in_full,
-    made,
-    out,
-    print_json,
-    prints_to_standard_error,
-)
+from rayloader.cli import given
+from rayloader.cli.given import CommandError, Subject
 from rayloader.loader import DataLoader
 from rayloader.observe.recorder import cpus
 from rayloader.options import Workers, lacking
@@ -37,11 +28,7 @@ from rayloader.transport.lanes import switched_off
 from rayloader.transport.memory_file import available
 
 LoaderName = Annotated[
-    str,
-    typer.Argument(
-        help="module:name or file.py:name of a loader of yours, or of a function that returns it, to be tried too",
-        show_default=False,
-    ),
+    str, typer.Argument(help="module:name or file.py:name of a loader of yours, to be tried too", show_default=False)
 ]
 # Somewhat more than a worker takes for torch alone; see README, "When not to use it".
 WORKER_BYTES = 1 << 29
@@ -66,49 +53,49 @@ def doctor(
     loader: LoaderName = "",
     num_workers: Annotated[int, typer.Option(help="workers to try with", min=1)] = 2,
     workers: Annotated[Workers, typer.Option(help="what they are; both by default")] = "auto",
-    as_json: AsJson = False,
+    as_json: given.AsJson = False,
 ) -> None:
     """Check versions, cores, memory, Ray, and each way for batches to travel. Exits with 1 if something is wrong."""
     found = []
     try:
-        with prints_to_standard_error():
-            given = Subject.of(made(loader)) if loader else None
+        with given.prints_to_standard_error():
+            subject = Subject.of(given.made(loader)) if loader else None
     except CommandError as error:
-        fail(error)
-    for check in checks(num_workers, workers, given):
+        given.fail(error)
+    for check in checks(num_workers, workers, subject):
         found.append(check)
         if not as_json:
             mark = "[green]ok[/]    " if check.ok else "[red]failed[/]"
-            out.print(mark, f"[bold]{check.name}[/]:", escape(check.found))
+            given.out.print(mark, f"[bold]{check.name}[/]:", escape(check.found))
             if check.advice:
-                out.print("       ", escape(check.advice))
+                given.out.print("       ", escape(check.advice))
     if as_json:
-        print_json([asdict(check) for check in found])
+        given.print_json([asdict(check) for check in found])
     raise typer.Exit(not all(check.ok for check in found))
 
 
-def checks(num_workers: int, workers: Workers, given: Subject | None) -> Iterator[Check]:
+def checks(num_workers: int, workers: Workers, subject: Subject | None) -> Iterator[Check]:
     """All checks, one after the other; the later ones start Ray and `num_workers` workers.
 
     Args:
         num_workers: of the loaders that are tried.
         workers: what these are; "auto" tries both.
-        given: a loader of the user's, which is tried too.
+        subject: a loader of the user's, which is tried too.
     """
     yield Check("Python", True, platform.python_version())
     for name in ("rayloader", "torch", "ray", "numpy", "cloudpickle"):
         yield Check(name, True, importlib.metadata.version(name))
     why = lacking()
     yield _checked("system", not why, f"{platform.system()} {platform.release()}", f"{why}; use num_workers=0")
-    if given is not None:
-        yield _given(given, 0)
+    if subject is not None:
+        yield _given(subject, 0)
     if why:
         return
     yield from _machine(num_workers)
     if workers != "ray":
         yield _tried("forks", lambda: _load(num_workers, workers="fork"), 'workers="ray" makes them actors')
-        if given is not None:
-            yield _given(given, num_workers, "fork")
+        if subject is not None:
+            yield _given(subject, num_workers, "fork")
     if workers != "fork":
         started = _tried("Ray", lambda: _ray(num_workers), "the text above says what to do; Ray's log says more")
         yield started
@@ -121,8 +108,8 @@ def checks(num_workers: int, workers: Workers, given: Subject | None) -> Iterato
             )
             calls = "Ray's log says more; /dev/shm may be too small"
             yield _tried("Ray calls", lambda: _load(num_workers, arenas=False), calls)
-            if given is not None:
-                yield _given(given, num_workers, "ray")
+            if subject is not None:
+                yield _given(subject, num_workers, "ray")
 
 
 def busy() -> str:
@@ -158,12 +145,12 @@ def _machine(num_workers: int) -> Iterator[Check]:
     yield _checked("open files", enough, f"at most {limit}", raised)
 
 
-def _given(given: Subject, num_workers: int, workers: Workers = "auto") -> Check:
+def _given(subject: Subject, num_workers: int, workers: Workers = "auto") -> Check:
     """A loader of the user's, with so many workers."""
 
     def load() -> str:
-        with prints_to_standard_error():
-            next(iter(given.loader("rayloader", num_workers, workers)))
+        with given.prints_to_standard_error():
+            next(iter(subject.loader("rayloader", num_workers, workers)))
         return "its first batch came"
 
     how = {"auto": "without workers", "fork": "with forks", "ray": "with Ray actors"}[workers]
@@ -219,6 +206,5 @@ def _tried(name: str, attempt: Callable[[], str], advice: str) -> Check:
     try:
         found = attempt()
     except Exception as error:  # any error is the answer
-        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "  # those are ours
-        return Check(name, False, kind + in_full(error), advice)
+        return Check(name, False, given.in_full(error), advice)
     return Check(name, True, f"{found} ({time.monotonic() - began:.1f} s)")

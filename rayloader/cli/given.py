@@ -28,6 +28,7 @@ from rayloader.options import OwnArguments, Workers
 
 LoaderKind = Literal["torch", "rayloader"]
 
+_OWN = {*OwnArguments.__annotations__}
 # torch's arguments that a loader without workers refuses, and those that say how indices are grouped.
 _OF_WORKERS = {"prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
 _ORDER = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
@@ -93,15 +94,13 @@ def made(name: str, **arguments: int) -> Any:
 
 @dataclass(frozen=True)
 class Subject:
-    """The loaders that a command tries: their arguments, but for `num_workers`.
+    """The loaders that a command tries.
 
     Attributes:
-        common: of torch's loader and of rayloader's.
-        own: of rayloader's alone.
+        arguments: of them, but for `num_workers`; torch's get those that they know.
     """
 
-    common: dict[str, Any]
-    own: dict[str, Any]
+    arguments: dict[str, Any]
 
     @classmethod
     def of(cls, given: Any, **options: Any) -> Subject:
@@ -116,41 +115,39 @@ class Subject:
         """
         set_here = {name: value for name, value in options.items() if value is not None}
         if not isinstance(given, TorchDataLoader):
-            return cls({"dataset": given, "batch_size": 32, **set_here}, {})
+            return cls({"dataset": given, "batch_size": 32, **set_here})
         if set_here:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in set_here)
             raise CommandError(f"a loader is measured as it is: leave out {flags}")
-        return cls(*_arguments(given))
+        return cls(_arguments(given))
 
     def loader(self, kind: LoaderKind, num_workers: int, workers: Workers | None = None) -> Any:
         """The loader of so many workers; of rayloader's also what these are, None: as given."""
-        arguments = {**self.common, **(self.own if kind == "rayloader" else {})}
-        without = set() if num_workers else _OF_WORKERS
-        if kind == "rayloader" and workers is not None:
-            arguments["workers"] = workers
+        arguments, without = self.arguments, set() if num_workers else _OF_WORKERS
+        if kind == "torch":
+            without = without | _OWN
+        elif workers is not None:
+            arguments = {**arguments, "workers": workers}
             without = without | _OF_ACTORS if workers == "fork" else without
         loader_class: Any = TorchDataLoader if kind == "torch" else DataLoader
-        return loader_class(
-            num_workers=num_workers, **{name: value for name, value in arguments.items() if name not in without}
-        )
+        known = {name: value for name, value in arguments.items() if name not in without}
+        return loader_class(num_workers=num_workers, **known)
 
 
-def _arguments(loader: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those with which torch's class, and ours, makes such a loader; but for `num_workers`."""
-    names = [*inspect.signature(TorchDataLoader.__init__).parameters][1:]
-    common = {name: getattr(loader, name) for name in names if name not in {*_ORDER, "num_workers"}}
+def _arguments(loader: Any) -> dict[str, Any]:
+    """Those with which such a loader is made; but for `num_workers`."""
+    names = {*inspect.signature(TorchDataLoader.__init__).parameters} - {"self", "num_workers", *_ORDER}
     is_iterable = isinstance(loader.dataset, IterableDataset)
+    if isinstance(loader, DataLoader):
+        # What a rank reads of a stream it asks by itself; the samplers are those of the rank already.
+        names |= _OWN - {"skip_steps", *(() if is_iterable else ("num_replicas", "rank", "seed"))}
     if is_iterable:
-        common |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        names |= {"batch_size", "drop_last"}
     elif loader.batch_sampler is not None:
-        common["batch_sampler"] = loader.batch_sampler
+        names.add("batch_sampler")
     else:
-        common |= {"batch_size": None, "sampler": loader.sampler}
-    if not isinstance(loader, DataLoader):
-        return common, {}
-    # What a rank reads of a stream it asks by itself; the samplers are those of the rank already.
-    without = {"skip_steps", *(() if is_iterable else ("num_replicas", "rank", "seed"))}
-    return common, {name: getattr(loader, name) for name in OwnArguments.__annotations__ if name not in without}
+        names |= {"batch_size", "sampler"}  # the former is None
+    return {name: getattr(loader, name) for name in names}
 
 
 # ---- where commands print, and how they end
@@ -200,8 +197,9 @@ def print_json(content: Any) -> None:
 
 
 def in_full(error: Exception) -> str:
-    """What an error says, with the notes that name the sample or the remedy: its own, and those of its cause."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())])
+    """What an error says, after its type if that is not ours, with the notes that name the sample or the remedy."""
+    kind = "" if isinstance(error, (CommandError, RuntimeError)) else f"{type(error).__name__}: "
+    return "\n".join([f"{kind}{error}", *getattr(error, "__notes__", ()), *getattr(error.__cause__, "__notes__", ())])
 
 
 def fail(error: Exception) -> NoReturn:

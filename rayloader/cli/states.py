@@ -26,18 +26,11 @@ from rayloader.replay.rebuild import Rebuilt, Reconstruction
 from rayloader.resume.state import FORMAT, VERSION, State
 
 Source = Annotated[Path, typer.Argument(help="a checkpoint with a state", show_default=False)]
-Sources = Annotated[
-    list[Path],
-    typer.Argument(help="states, of which the nearest one before the step counts", show_default=False),
-]
+Sources = Annotated[list[Path], typer.Argument(help="states, of which the nearest one counts", show_default=False)]
 Key = Annotated[str, typer.Option(help="which state, if there are several: its place in the file, as loaders.train")]
 LoaderName = Annotated[
     str,
-    typer.Option(
-        "--loader",
-        help="the run's loader, or a function that returns it: module:name or file.py:name",
-        show_default=False,
-    ),
+    typer.Option("--loader", help="the run's, or what returns it: module:name or file.py:name", show_default=False),
 ]
 Step = Annotated[int, typer.Option(help="number of the batch in its epoch, from 0", min=0, show_default=False)]
 Epoch = Annotated[int | None, typer.Option(help="of the run, from 0; may be left out if there is only one", min=0)]

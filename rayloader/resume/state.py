@@ -24,10 +24,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from rayloader import plain_state
 from rayloader._version import __version__
 from rayloader.errors import StateError, unfit
-from rayloader.random.packed import checked
+from rayloader.random.packed import checked, from_plain, to_plain
 from rayloader.random.packed import pack as pack_random
 from rayloader.random.packed import unpack as unpack_random
 from rayloader.random.random_state import RandomState
@@ -432,24 +431,24 @@ def _unpack_stage(packed: Any) -> Stage:
 
 
 def _pack_object(told: bytes) -> dict[str, Any]:
-    return {"state": plain_state.pack(pickle.loads(told))}
+    return {"state": to_plain(pickle.loads(told))}
 
 
 def _unpack_object(packed: dict[str, Any]) -> bytes:
-    return dumped(plain_state.unpack(packed["state"]), ByIdPickler)
+    return dumped(from_plain(packed["state"]), ByIdPickler)
 
 
 def _pack_entry(entry: Task | Resumed) -> dict[str, Any]:
     if isinstance(entry, Resumed):
         return _RESUMED.pack(entry)  # type: ignore[no-any-return]
-    return {"task_id": entry.task_id, "indices": plain_state.pack(entry.indices.indices), "digest": entry.digest}
+    return {"task_id": entry.task_id, "indices": to_plain(entry.indices.indices), "digest": entry.digest}
 
 
 def _unpack_entry(packed: dict[str, Any]) -> Task | Resumed:
     if "task_id" not in packed:
         resumed: Resumed = _RESUMED.unpack(packed)
         return resumed
-    digest, drawn = packed["digest"], Drawn(codec.encode(plain_state.unpack(packed["indices"])), 0)
+    digest, drawn = packed["digest"], Drawn(codec.encode(from_plain(packed["indices"])), 0)
     return Task(_whole(packed["task_id"]), drawn, digest=None if digest is None else _whole(digest))
 
 
@@ -510,7 +509,7 @@ _START = _record(
     Start,
     moment=_MOMENT,
     own=_record(OwnState, sampler=_OBJECT, iterator=_OBJECT),
-    first=_Form(plain_state.pack, plain_state.unpack),
+    first=_Form(to_plain, from_plain),
     drawing=_maybe(_MOMENT),
 )
 _BEGIN = _record(EpochBegin, starts=_each(_START), stages=_STAGES)
