@@ -99,7 +99,7 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
     called, and so does torchdata's `StatefulDataLoader(...)`; it is an instance of the class that was called, too. A
     loader of ours that a framework rebuilds keeps its own arguments. Loaders of subclasses of torch's class keep their
     class, and get our iterators, and so does what else torch's iterators are created from; where that is impossible, a
-    warning says so. Loaders that exist already are left alone. For instance::
+    warning says so. Loaders that exist already are left alone, and so are iterators of other classes. For instance::
 
         with rayloader.patch(seeding="batch"):
             trainer.train()

@@ -242,6 +242,12 @@ def test_loaders_of_derived_classes_keep_their_class_and_get_our_iterators(loade
     assert len(made) == 5
 
 
+def test_iterators_of_derived_classes_stay_as_they_are(made):
+    with rayloader.patch():
+        assert type(iter(OfItsOwn(DATASET))) is OfOthers
+    assert not made
+
+
 def test_their_iterators_have_the_arguments_of_the_patch():
     class Faulty(list):
         def __getitem__(self, index):
@@ -305,7 +311,6 @@ class Threads(multiprocessing.context.SpawnContext):
 @pytest.mark.parametrize(
     ("make", "defaults", "reason"),
     [
-        (lambda: OfItsOwn(DATASET, num_workers=1), {}, "its iterators are of a class of their own, .*OfOthers; create"),
         (
             lambda: Derived(DATASET, num_workers=1, multiprocessing_context=Threads()),
             {},
@@ -317,7 +322,7 @@ class Threads(multiprocessing.context.SpawnContext):
             "num_replicas and rank divide the data of a rayloader.DataLoader alone; create one",
         ),
     ],
-    ids=["iterators of its own", "threads", "ranks"],
+    ids=["threads", "ranks"],
 )
 def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults, reason, monkeypatch, made):
     adopted.warn_of_torchs.cache_clear()
