@@ -266,9 +266,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         **of_newer_torch: Any,
     ) -> None:
         if of_newer_torch.get("worker_method") == "thread":
-            raise ValueError(
-                "worker_method='thread' asks for threads, and rayloader's workers are processes; leave it out"
-            )
+            raise ValueError("worker_method='thread' asks for threads, and rayloader has processes alone; leave it out")
         self._recorder = Recorder()
         self._position: Any = None  # of the last iterator
         self._state: State | None = None  # loaded, for the next iter()

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.markup import escape
-from torch.utils.data import Dataset
 
 from rayloader.cli import given
 from rayloader.cli.given import CommandError, Subject
@@ -36,7 +35,7 @@ WORKER_BYTES = 1 << 29
 SHM_BYTES = 1 << 30
 # Each worker costs the driver a few descriptors, and Ray many.
 DESCRIPTORS = 4096
-ROWS, COLUMNS = 64, 4096
+ROWS, COLUMNS = 64, 4096  # large enough for batches to travel in an arena
 
 
 @dataclass(frozen=True)
@@ -158,10 +157,10 @@ def _given(subject: Subject, num_workers: int, workers: Workers = "auto") -> Che
 
 
 def _ray(num_workers: int) -> str:
-    next(iter(DataLoader(_Rows(), num_workers=num_workers, workers="ray")))
+    came = _load(num_workers, workers="ray")
     from rayloader.actors import session
 
-    return f"{'started here' if session.started_here() else 'joined the one that runs'}; the first batch came"
+    return f"{'started here' if session.started_here() else 'joined the one that runs'}; {came}"
 
 
 def _lines(num_workers: int) -> str:
@@ -180,23 +179,11 @@ def _lines(num_workers: int) -> str:
     return f"{len(near)} of {len(here)} workers are reached over a local socket, and share memory with this process"
 
 
-class _Rows(Dataset):  # type: ignore[type-arg]  # whose parameters are torch's affair
-    """Large enough for its batches to travel in an arena."""
-
-    def __init__(self) -> None:
-        self.rows = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.rows[index]
-
-
 def _load(num_workers: int, **options: Any) -> str:
-    dataset = _Rows()
+    rows = torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+    dataset: Any = rows
     batches = list(DataLoader(dataset, ROWS // 4, num_workers=num_workers, **options))
-    if not torch.equal(torch.cat(batches), dataset.rows):
+    if not torch.equal(torch.cat(batches), rows):
         raise RuntimeError("the batches are not those of the dataset")
     return "all batches came"
 
