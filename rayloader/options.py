@@ -6,6 +6,7 @@ module does not import Ray.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import operator
 import os
@@ -224,14 +225,19 @@ def _needs_actors(loader: Any) -> bool:
 
 
 def check_forks(workers: Workers) -> None:
-    """Warns if the program has asked `multiprocessing` for other processes than forks."""
+    """Warns once if the program has asked `multiprocessing` for other processes than forks."""
     method = multiprocessing.get_start_method(allow_none=True)
     if workers == "auto" and method not in (None, "fork", multiprocessing.get_all_start_methods()[0]):
-        warnings.warn(
-            f"multiprocessing.set_start_method({method!r}) does not concern rayloader's workers, forks unless the "
-            'program uses Ray; say workers="fork" if that is right, or workers="ray" for Ray actors',
-            stacklevel=level_outside("rayloader", "torch"),
-        )
+        _warn_of_forks(method)
+
+
+@functools.cache  # says it once
+def _warn_of_forks(method: str) -> None:
+    warnings.warn(
+        f"multiprocessing.set_start_method({method!r}) does not concern rayloader's workers, forks unless the program "
+        'uses Ray; say workers="fork" if that is right, or workers="ray" for Ray actors',
+        stacklevel=level_outside("rayloader", "torch"),
+    )
 
 
 def check_device(device: Any) -> None:

@@ -188,7 +188,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "timeout must be": lambda: looped(timeout=-1),
     'on_timeout="restart"': lambda: DataLoader(range(4), on_timeout="restart"),
     'scheduling="dynamic" needs seeding="batch"': lambda: DataLoader(range(4), scheduling="dynamic"),
-    "... must be ... or ..., got ...": lambda: DataLoader(range(4), seeding="epoch"),
+    "... must be ..., got ...": lambda: DataLoader(range(4), seeding="epoch"),
     "... must be True": lambda: DataLoader(range(4), arenas=1),
     "... must be a whole number >= 0": lambda: DataLoader(range(4), max_skipped=-1),
     "device must name one": lambda: DataLoader(range(4), device="gpu"),
