@@ -101,7 +101,10 @@ def replay(
         if save is not None and not save.parent.is_dir():
             raise CommandError(f"there is no folder {save.parent} for {save.name}; make it first")
         states = [State.load(one) for path in source for one in load(path, key)]
-        chosen = _only_epoch(states) if epoch is None else epoch
+        epochs = {state.epoch for state in states}
+        if epoch is None and len(epochs) > 1:
+            raise CommandError(f"say which epoch by --epoch: the sources are of epochs {sorted(epochs)}")
+        chosen = epochs.pop() if epoch is None else epoch
         given = {name: value for name, value in (("rank", rank), ("num_replicas", world)) if value is not None}
         if not isinstance(the_loader := made(loader, **given), DataLoader):
             raise CommandError(f"{loader} must be or return a rayloader.DataLoader, got {type(the_loader).__name__}")
@@ -128,12 +131,6 @@ def replay(
     out.print(f"Step {step:,} of epoch {chosen}, {where}, digest {digest:08x}")
     if indices is not None:
         out.print("indices:", shown(str(found["indices"])))
-
-
-def _only_epoch(states: list[State]) -> int:
-    if len(epochs := {state.epoch for state in states}) != 1:
-        raise CommandError(f"say which epoch by --epoch: the sources are of epochs {sorted(epochs)}")
-    return epochs.pop()
 
 
 def _built(rebuilding: Reconstruction, step: int) -> Rebuilt:
