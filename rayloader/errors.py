@@ -119,8 +119,12 @@ def add_note(error: BaseException, note: str) -> None:
     """
     with contextlib.suppress(Exception):  # the user's class may not allow attributes: its error matters more
         notes = error.__dict__.setdefault("__notes__", [])
-        own = [other for other in notes if not str(other).startswith("when serializing ")]
-        notes.insert(len(own), note)
+        notes.insert(len(own_notes(error)), note)
+
+
+def own_notes(error: BaseException) -> list[str]:
+    """The notes of an exception, without those of `pickle`."""
+    return [note for note in getattr(error, "__notes__", ()) if not str(note).startswith("when serializing ")]
 
 
 def shorten(error: BaseException, says_all: bool) -> None:
