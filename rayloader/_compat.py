@@ -231,7 +231,7 @@ def file_of_ctypes(obj: object) -> tuple[int, int, int, int] | None:
 # ---- streams of Hugging Face's datasets, see NOTE [Loaded positions]
 
 # How many objects of a dataset are looked at, and how many may be in one container: larger ones hold samples.
-_MOST, _MOST_IN_ONE = 1000, 100
+_MOST, _MOST_IN_ONE = 5000, 100
 # The position of the start: a stream begins there, because its own epoch is a number. What any other position contains
 # belongs to the shards that a worker reads, which are not known before.
 _START = {"examples_iterable": None, "epoch": None}
@@ -283,13 +283,14 @@ def _streams_in(dataset: Any) -> list[Any]:
         return []
     objects: list[Any] = [dataset]
     found, seen = [], set[int]()
-    while objects and len(seen) < _MOST:
-        obj = objects.pop()
-        if issubclass(type(obj), module.IterableDataset) and id(obj) not in seen:
-            found.append(obj)
-        elif id(obj) not in seen and type(obj) is not types.ModuleType:
-            objects += _held_by(obj)
+    for obj in objects:  # which grows
+        if id(obj) in seen or len(seen) == _MOST:
+            continue
         seen.add(id(obj))
+        if issubclass(type(obj), module.IterableDataset):
+            found.append(obj)
+        elif type(obj) is not types.ModuleType:
+            objects += _held_by(obj)
     return found
 
 
