@@ -1,7 +1,18 @@
-"""Every private name of torch, cloudpickle and Python that rayloader uses: where to look when one differs."""
+"""Every private name of torch, cloudpickle, Python and datasets that rayloader uses: where to look when one differs.
+
+Its imports are for other files too (mypy and ruff know: see pyproject.toml).
+
+NOTE [Loaded positions]. An `IterableDataset` of Hugging Face's `datasets` into which a position was loaded
+(`load_state_dict()`) begins each iteration there until its epoch changes, and between two iterations reports the
+position at which the last one ended. A program that loads a position wants that. Where rayloader loads one, for the
+rest of one epoch, the next epoch would begin in its middle, or be empty. The same holds if the loader's dataset is of
+the user's own class, holds such streams, and passes its own `state_dict()` and `load_state_dict()` on to them, at once
+or when it is iterated.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import multiprocessing.resource_tracker
@@ -9,12 +20,15 @@ import multiprocessing.util
 import operator
 import sys
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import IterableDataset
 
 from rayloader.errors import private_names_of
+from rayloader.namespaces import attributes_in
 
 with private_names_of("torch"):
     from torch._tensor import _rebuild_from_type_v2 as rebuild_from_type
@@ -57,33 +71,6 @@ with private_names_of("cloudpickle"):
     from cloudpickle.cloudpickle import _get_or_create_tracker_id as id_of_class
     from cloudpickle.cloudpickle import _make_skeleton_class as make_class
     from cloudpickle.cloudpickle import _make_skeleton_enum as make_enum
-
-# What is imported for other files; those find what is defined here anyway.
-__all__ = [
-    "BaseIterator",
-    "DataPipeWrapper",
-    "DatasetKind",
-    "ExceptionWrapper",
-    "InfiniteConstantSampler",
-    "MultiProcessIterator",
-    "SingleProcessIterator",
-    "classes_by_id",
-    "collate_float_fn",
-    "collate_int_fn",
-    "collate_tensor_fn",
-    "default_collate_fn_map",
-    "fill_class",
-    "id_of_class",
-    "ids_by_class",
-    "make_class",
-    "make_enum",
-    "numpy_seed",
-    "pin_memory",
-    "rebuild_from_type",
-    "sharding_worker_init_fn",
-    "state_of_subclass",
-    "torch_worker",
-]
 
 COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that `torch.compile` has made
 typed_storage = functools.partial(torch.TypedStorage, _internal=True)  # without a warning
@@ -239,3 +226,78 @@ def file_of_ctypes(obj: object) -> tuple[int, int, int, int] | None:
         return None
     (arena, start, _), _ = wrapper._state
     return arena.fd, start, ctypes.addressof(obj), ctypes.sizeof(obj)  # type: ignore[arg-type]
+
+
+# ---- streams of Hugging Face's datasets, see NOTE [Loaded positions]
+
+# How many objects of a dataset are looked at, and how many may be in one container: larger ones hold samples.
+_MOST, _MOST_IN_ONE = 5000, 100
+# The position of the start: a stream begins there, because its own epoch is a number. What any other position contains
+# belongs to the shards that a worker reads, which are not known before.
+_START = {"examples_iterable": None, "epoch": None}
+
+
+class LoadedPosition(dict[str, Any]):
+    """A position that rayloader loads, and, as an attribute, the one that the program had loaded before.
+
+    Attributes:
+        before: that position, or None.
+    """
+
+    before: Any = None
+
+
+@contextlib.contextmanager
+def loading_streams(dataset: Any) -> Iterator[None]:
+    """The positions that its streams load meanwhile are rayloader's: `begin_streams` will undo that."""
+    before = [(stream, _own_position(stream)) for stream in _streams_in(dataset)]
+    try:
+        yield
+    finally:
+        for stream, own in before:
+            loaded = stream._starting_state_dict
+            if loaded == _START:
+                stream._starting_state_dict = own
+            elif loaded is not own and isinstance(loaded, dict) and not isinstance(loaded, LoadedPosition):
+                stream._starting_state_dict = LoadedPosition(loaded)
+                stream._starting_state_dict.before = own
+
+
+def begin_streams(dataset: Any) -> None:
+    """Makes its streams begin their next iteration where the program would have it begin, and report that position."""
+    for stream in _streams_in(dataset):
+        stream._starting_state_dict = _own_position(stream)
+        stream._state_dict = _START
+
+
+def _own_position(stream: Any) -> Any:
+    with private_names_of("datasets"):
+        loaded = stream._starting_state_dict
+    return loaded.before if isinstance(loaded, LoadedPosition) else loaded
+
+
+def _streams_in(dataset: Any) -> list[Any]:
+    """The streams of `datasets` that a stream is, or holds."""
+    module = sys.modules.get("datasets.iterable_dataset")
+    if module is None or not isinstance(dataset, IterableDataset):
+        return []
+    objects: list[Any] = [dataset]
+    found, seen = [], set[int]()
+    for obj in objects:  # which grows
+        if id(obj) in seen or len(seen) == _MOST:
+            continue
+        seen.add(id(obj))
+        if issubclass(type(obj), module.IterableDataset):
+            found.append(obj)
+        elif type(obj) is not types.ModuleType:
+            objects += _held_by(obj)
+    return found
+
+
+def _held_by(obj: Any) -> Collection[Any]:
+    """The contents of a container, or the attributes of anything else; calls no code of the user's."""
+    if type(obj) in (list, tuple):
+        held: Collection[Any] = obj
+    else:
+        held = dict.values(obj if issubclass(type(obj), dict) else attributes_in(obj) or {})
+    return held if len(held) <= _MOST_IN_ONE else ()

@@ -208,11 +208,6 @@ class OfOneProcess:
         )
 
 
-def unfit(what: str, rule: str, value: object) -> ValueError:
-    """The error for a part of a state that no state has."""
-    return ValueError(f"a state's {what} must be {rule}, got {reprlib.repr(value)}")
-
-
 # Levels of a state as packed; each takes several nested calls, and Python allows 1,000 by default.
 NESTING = 100
 

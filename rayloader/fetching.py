@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import StackDataset, Subset
+from torch.utils.data import Subset
 
 from rayloader._compat import DatasetKind
 from rayloader.errors import CacheError, SkipLimitError
@@ -81,17 +81,17 @@ def create_fetcher(kind: int, dataset: Any, auto_collation: bool, drop_last: boo
 def ask(dataset: Any, indices: Any) -> Any:
     """The samples of a batch, which a map-style dataset is asked for as torch's fetcher asks it.
 
-    Torch's own datasets that choose from others ask those one by one, if they cannot be asked for several.
+    Torch's own `Subset` asks its dataset one by one, if that can't be asked for several.
     """
     turns = Turns(indices)
-    several = getattr(dataset, "__getitems__", None)
-    if not several:
+    if not getattr(dataset, "__getitems__", None):
         return one_by_one(dataset, indices)
-    while _is_torchs(dataset, Subset) and _gives_several(dataset.dataset):  # as its `__getitems__` does
-        turns = Turns(indices, [dataset.indices[index] for index in turns])
+    while _is_subset(dataset):
+        if not callable(getattr(dataset.dataset, "__getitems__", None)):
+            return dataset.__getitems__(turns)
+        turns = Turns(indices, [dataset.indices[index] for index in turns])  # as its `__getitems__` does
         dataset = dataset.dataset
-        several = dataset.__getitems__
-    return several(turns if _asks_one_by_one(dataset) else turns.asked)
+    return dataset.__getitems__(turns.asked)
 
 
 def one_by_one(dataset: Any, indices: Any) -> list[Any]:
@@ -100,24 +100,11 @@ def one_by_one(dataset: Any, indices: Any) -> list[Any]:
     return [dataset[index] for index in turns]
 
 
-def _is_torchs(dataset: Any, kind: type) -> bool:
-    """Whether a dataset is of this class of torch's, and asked for several samples by torch's own method."""
-    if type(dataset) is not kind or "__getitems__" in vars(dataset):
+def _is_subset(dataset: Any) -> bool:
+    """Whether a dataset is torch's `Subset`, and asked for several samples by torch's own method."""
+    if type(dataset) is not Subset or "__getitems__" in vars(dataset):
         return False
-    return bool(kind.__getitems__.__module__ == Subset.__module__)
-
-
-def _gives_several(dataset: Any) -> bool:
-    return callable(getattr(dataset, "__getitems__", None))
-
-
-def _asks_one_by_one(dataset: Any) -> bool:
-    if _is_torchs(dataset, Subset):
-        return not _gives_several(dataset.dataset)
-    if not _is_torchs(dataset, StackDataset):
-        return False
-    parts = dataset.datasets
-    return not any(map(_gives_several, parts.values() if isinstance(parts, dict) else parts))
+    return bool(Subset.__getitems__.__module__ == Subset.__module__)
 
 
 def raised_by(error: BaseException) -> str:

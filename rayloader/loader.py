@@ -11,7 +11,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -22,24 +21,10 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from rayloader import options
 from rayloader._compat import BaseIterator
 from rayloader.errors import StateError, shorten
-from rayloader.observe.recorder import Recorder, cpus
-from rayloader.options import (
-    OnError,
-    OnTimeout,
-    Scheduling,
-    Seeding,
-    Workers,
-    check,
-    check_means,
-    check_name,
-    check_remote_args,
-    check_types,
-    checked_num_workers,
-    lacking,
-    target_of,
-)
+from rayloader.observe.recorder import Recorder
 from rayloader.resume.samplers import SHARDS, chain_of, check_plans, note_first_attributes, tell_epoch
 from rayloader.task import Given
 from rayloader.workers import ray_use  # noqa: F401  # which notes forks from now on
@@ -59,13 +44,8 @@ else:  # versions of torch differ in the number of its class's type parameters, 
 
 
 # Modules whose code has habits when it reads a loader: see `readers.py`.
-_READERS = {
-    "lightning.pytorch.loops.fetchers",
-    "pytorch_lightning.loops.fetchers",
-    "ray.train.torch.train_loop_utils",
-}
-
-
+_READERS = {f"{package}.loops.fetchers" for package in ("lightning.pytorch", "pytorch_lightning")}
+_READERS.add("ray.train.torch.train_loop_utils")
 _OF_RANK = ("num_replicas", "rank", "seed")
 
 
@@ -90,7 +70,7 @@ class _Watched:
 
     def __get__(self, loader: Any, loader_class: type) -> Any:
         if loader is not None and isinstance(loader.num_workers, WorkerCount) and not isinstance(loader, DataLoader):
-            from rayloader.frameworks.rebuilt import note_rebuilt
+            from rayloader.frameworks.readers import note_rebuilt
 
             note_rebuilt(loader, loader.num_workers.loader(), source_of(loader.num_workers, loader.dataset)())
         return self._method.__get__(loader, loader_class)
@@ -265,14 +245,14 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        workers: Workers = "auto",
+        workers: options.Workers = "auto",
         ray_remote_args: dict[str, Any] | None = None,
         fresh_processes: bool = False,
-        seeding: Seeding = "worker",
-        scheduling: Scheduling = "static",
+        seeding: options.Seeding = "worker",
+        scheduling: options.Scheduling = "static",
         max_worker_restarts: int = 3,
-        on_timeout: OnTimeout = "raise",
-        on_error: OnError = "raise",
+        on_timeout: options.OnTimeout = "raise",
+        on_error: options.OnError = "raise",
         max_skipped: int = 100,
         arenas: bool = True,
         snapshot_every_n_steps: int | None = 1,
@@ -286,11 +266,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         **of_newer_torch: Any,
     ) -> None:
         if of_newer_torch.get("worker_method") == "thread":
-            raise ValueError(
-                "worker_method='thread' asks for workers that are threads, and rayloader's are processes; leave it "
-                "out, or use torch's own loader"
-            )
-        check_types(num_workers, timeout, prefetch_factor)
+            raise ValueError("worker_method='thread' asks for threads, and rayloader has processes alone; leave it out")
         self._recorder = Recorder()
         self._position: Any = None  # of the last iterator
         self._state: State | None = None  # loaded, for the next iter()
@@ -302,19 +278,19 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self._source = source_of(num_workers, dataset)
         self._read_anew = False
         self._dataset_epoch: int | None = None  # what the dataset was told, and persistent workers' copies not yet
-        self.workers: Workers = workers
+        self.workers: options.Workers = workers
         self.ray_remote_args = ray_remote_args
         self.fresh_processes = fresh_processes
-        self.seeding: Seeding = seeding
-        self.scheduling: Scheduling = scheduling
+        self.seeding: options.Seeding = seeding
+        self.scheduling: options.Scheduling = scheduling
         self.max_worker_restarts = max_worker_restarts
-        self.on_timeout: OnTimeout = on_timeout
-        self.on_error: OnError = on_error
+        self.on_timeout: options.OnTimeout = on_timeout
+        self.on_error: options.OnError = on_error
         self.max_skipped = max_skipped
         self.arenas = arenas
         self.snapshot_every_n_steps = snapshot_every_n_steps
         if name is not None:  # otherwise it is the class's, which may be a subclass with a name of its own
-            check_name(name)
+            options.check_name(name)
             self.name = name
         if device is not None:  # likewise
             self.device = device
@@ -353,7 +329,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         )
         if type(self.batch_sampler) in SHARDS:
             vars(self)["sampler"] = self.batch_sampler  # where frameworks look for a sampler whose epoch they set
-        check(self)
+        options.check(self)
         check_plans(self)
         note_first_attributes(self)
         self._sign_num_workers()
@@ -403,30 +379,28 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             source = source._source()
 
     def _get_iterator(self) -> BaseIterator:
-        if self.num_workers == 0:
-            return self._get_local_iterator()
-        if lacking():
+        if self.num_workers and options.lacking():
             from rayloader.epoch.torchs import torchs_iterator
 
             return torchs_iterator(self)
-        from rayloader.epoch.iterator import EpochIterator
+        iterator: Any
+        if self.num_workers == 0:
+            from rayloader.epoch.local import LocalIterator
 
-        # What the program has set since the loader was created takes effect at this `iter()`, as with torch.
-        self.num_workers = checked_num_workers(self.num_workers)
-        self._sign_num_workers()
-        self.check_worker_number_rationality()
-        iterator = EpochIterator(self, int(self.num_workers), self._state)
-        self._state, self._of_other_workers = None, iterator.num_workers != self.num_workers
-        self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
-        return iterator
+            iterator = LocalIterator(self, self._state)
+            self._of_other_workers, self._torchs_epoch, self._last_iterator = False, None, None
+        else:
+            from rayloader.epoch.iterator import EpochIterator
 
-    def _get_local_iterator(self) -> BaseIterator:
-        from rayloader.epoch.local import LocalIterator
-
-        iterator = LocalIterator(self, self._state)
-        self._state, self._of_other_workers, self._torchs_epoch = None, False, None
-        self._position, self._last_iterator = iterator.position, None
-        return iterator
+            # What the program has set since the loader was created takes effect at this `iter()`, as with torch.
+            self.num_workers = options.checked_num_workers(self.num_workers)
+            self._sign_num_workers()
+            self.check_worker_number_rationality()
+            iterator = EpochIterator(self, int(self.num_workers), self._state)
+            self._of_other_workers = iterator.num_workers != self.num_workers
+            self._last_iterator = weakref.ref(iterator)
+        self._state, self._position = None, iterator.position
+        return iterator  # type: ignore[no-any-return]
 
     @property
     def _label(self) -> str:
@@ -462,29 +436,15 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             print(loader.stats())
         """
         from rayloader.data.cached import cache_in
-        from rayloader.observe.stats import LoaderStats
-        from rayloader.observe.verdict import verdict
 
-        epoch, recent, total, epochs = self._recorder.tell()
         iterator = self._live_iterator
-        stats = LoaderStats(
-            num_workers=len(epoch.workers),
-            epoch=epoch.period(),
-            recent=recent.period(),
-            total=total.period(),
-            epochs=epochs,
-            processes=epoch.processes,
+        return self._recorder.tell(
             bytes_under_way=iterator.bytes_under_way if iterator is not None else 0,
             bytes_held=iterator.bytes_held if iterator is not None else 0,
-            cpus=cpus(),
-            cpu_use=epoch.cpu_use.share if epoch.cpu_use is not None else None,
             dynamic=self.scheduling == "dynamic",
-            in_order=bool(self.in_order),
             iterable=isinstance(self.dataset, IterableDataset),
-            prefetch_factor=epoch.depth,
             cache=cache_in(self.dataset),
         )
-        return replace(stats, verdict=verdict(stats))
 
     def trace(self, path: str | os.PathLike[str]) -> Tracing:
         """Records what workers and trainer do, and when, in a file for https://ui.perfetto.dev or chrome://tracing.
@@ -634,7 +594,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         from rayloader.replay.rebuild import known_of, rebuilt_in_fork
 
         batch = rebuilt_in_fork(self, known_of(self, epoch, step, state), epoch, step).batch
-        if (target := target_of(self.device)) is None:
+        if (target := options.target_of(self.device)) is None:
             return batch
         from rayloader.gpu.to_device import moved_here
 
@@ -647,15 +607,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and what this object has measured.
-        own = {
-            "_position": None,
-            "_last_iterator": None,
-            "_before": None,
-            "_source": no_loader,
-            "_read_anew": False,
-            "_torchs_epoch": None,
-        }
-        return {**self.__dict__, **own, "_recorder": Recorder()}
+        own = dict.fromkeys(("_position", "_last_iterator", "_before", "_torchs_epoch"))
+        return {**self.__dict__, **own, "_source": no_loader, "_read_anew": False, "_recorder": Recorder()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -692,9 +645,9 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
         TypeError: an argument is of the wrong type.
         RaySessionError: Ray does not start, cannot be joined, or runs already, so that options come too late.
     """
-    num_workers = checked_num_workers(num_workers)
-    check_remote_args(ray_remote_args)
-    check_means("rayloader.init()")
+    num_workers = options.checked_num_workers(num_workers)
+    options.check_remote_args(ray_remote_args)
+    options.check_means("rayloader.init()")
     from rayloader.actors import pool
 
     pool.init(num_workers, dict(ray_remote_args or {}), ray_options)
@@ -706,12 +659,13 @@ def shutdown() -> None:
     Iterators that are still live raise `RaySessionError` afterwards; the next `iter()` starts new workers. A script
     need not call this at its end. It may be called more than once, but not from a signal handler.
     """
-    iterator, pool = sys.modules.get("rayloader.epoch.iterator"), sys.modules.get("rayloader.actors.pool")
-    if iterator is not None:
-        iterator.close_all()
-    if (sharing := sys.modules.get("rayloader.sharing.consumer")) is not None:
-        sharing.close_all()
-    if pool is not None:
-        pool.shutdown()
-    if (janitor := sys.modules.get("rayloader.workers.janitor")) is not None:
-        janitor.end_forks()
+    for module, function in _ENDS:
+        if (imported := sys.modules.get(f"rayloader.{module}")) is not None:
+            getattr(imported, function)()
+
+
+# What ends in turn, if it was imported.
+_ENDS = (
+    *(("epoch.iterator", "close_all"), ("sharing.consumer", "close_all")),
+    *(("actors.pool", "shutdown"), ("workers.janitor", "end_forks")),
+)

@@ -1,11 +1,6 @@
 """What modules, classes, objects and code name, and which modules the program itself has written.
 
 Promise: no code of the user's runs.
-
-NOTE [Installed]. Not written by the program is what belongs to Python, to this library or to an installed package. What
-lies in `site-packages` is installed, and so is what has its metadata beside it in any other folder, as `pip install
---target` leaves it: a `.dist-info`, or an `.egg-info`. The latter also appears in the sources of a project that was
-installed in editable mode; these stay the program's own, because whoever runs them edits them.
 """
 
 from __future__ import annotations
@@ -94,15 +89,6 @@ _LIBRARIES = tuple(
         *(os.path.dirname(os.path.abspath(package.origin or "")) for package in _PACKAGES),
     )
 )
-_OF_SOURCES = "pyproject.toml", "setup.py", "setup.cfg"  # in the folder of a project, or the one above its packages
-_LISTS = "RECORD", "top_level.txt"  # of metadata: lines that begin with the name of a package or of a file
-
-
-def is_own_namespace(namespace: Mapping[str, Any]) -> bool:
-    """Whether these are the globals of a module that the program has written; one without a file may be its own."""
-    if (file := namespace.get("__file__")) is not None:
-        return _is_own(namespace.get("__name__"), file)
-    return getattr(namespace.get("__spec__"), "origin", None) not in ("built-in", "frozen")
 
 
 def is_own_name(name: Any) -> bool:
@@ -112,38 +98,17 @@ def is_own_name(name: Any) -> bool:
     """
     if name == "__main__" or name not in sys.modules:
         return isinstance(name, str)
-    module = sys.modules[name]
-    return is_a(module, types.ModuleType) and is_own_namespace(namespace_of(module))
+    namespace = namespace_of(sys.modules[name])
+    if (file := namespace.get("__file__")) is not None:
+        return _is_own(file)
+    origin = getattr(namespace.get("__spec__"), "origin", None)
+    return bool(namespace) and origin not in ("built-in", "frozen")
 
 
 @functools.cache
-def _is_own(name: Any, file: Any) -> bool:
-    """Whether the program has written the module of this name, whose source is this file."""
-    if not isinstance(file, str) or not isinstance(name, str):
+def _is_own(file: Any) -> bool:
+    """Whether the program has written the module of this file: it is none of Python's, of ours, or of a package's."""
+    if not isinstance(file, str):
         return False
     path = os.path.abspath(file)
-    if _INSTALLED.intersection(path.split(os.sep)) or path.startswith(_LIBRARIES):
-        return False
-    first, *rest = name.split(".")
-    levels = len(rest) + os.path.basename(path).startswith("__init__.")
-    folder = os.path.dirname(path)
-    for _ in range(levels):
-        folder = os.path.dirname(folder)
-    return first not in _installed_in(folder)
-
-
-@functools.cache
-def _installed_in(folder: str) -> set[str]:
-    """The packages and modules in a folder that have their metadata there; see NOTE [Installed]."""
-    kinds = [".dist-info", ".egg-info"]
-    if any(os.path.exists(os.path.join(folder, up, file)) for up in ("", os.pardir) for file in _OF_SOURCES):
-        kinds.remove(".egg-info")
-    names = set()
-    for entry in os.listdir(folder) if os.path.isdir(folder) else []:
-        if entry.endswith(tuple(kinds)):
-            names.add(entry.split("-")[0])
-            for file in _LISTS:
-                if os.path.exists(path := os.path.join(folder, entry, file)):
-                    with open(path, encoding="utf-8", errors="replace") as lines:
-                        names |= {line.strip().split("/")[0].split(".")[0] for line in lines}
-    return names
+    return not _INSTALLED.intersection(path.split(os.sep)) and not path.startswith(_LIBRARIES)

@@ -15,7 +15,7 @@ import sys
 import warnings
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 import torch
 from torch.utils.data import IterableDataset
@@ -81,19 +81,13 @@ class OwnArguments(TypedDict, total=False):
     skip_steps: Given
 
 
-# Actor options that the loader sets itself, with the reason that the error gives.
+_CHOICES = {name: get_args(kind) for name, kind in get_type_hints(OwnArguments).items() if get_origin(kind) is Literal}
+
+# Actor options that the loader sets itself, or with which batches would be repeated, or user code would not run in the
+# actor's main thread, or a restarted actor would have lost its dataset and its random streams.
 RESERVED_REMOTE_ARGS = {
-    "concurrency_groups": "user code must run in the actor's main thread",
-    "enable_task_events": "the loader sets it",
-    "get_if_exists": "workers belong to one process",
-    "lifetime": "workers end with their loader",
-    "max_concurrency": "user code must run in the actor's main thread",
-    "max_pending_calls": "the loader bounds its calls by prefetch_factor",
-    "max_restarts": "a restarted actor would have lost its dataset and its random streams",
-    "max_task_retries": "a repeated call would repeat batches",
-    "name": "the loader sets it, from its own name",
-    "namespace": "the loader sets it",
-    "num_returns": "the loader sets it",
+    *("concurrency_groups", "enable_task_events", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls"),
+    *("max_restarts", "max_task_retries", "name", "namespace", "num_returns"),
 }
 
 
@@ -127,9 +121,8 @@ class Options:
             TypeError: one is of the wrong type.
         """
         check(loader)
-        workers = loader.num_workers
         derived: dict[str, Any] = {
-            "prefetch_factor": _checked_prefetch_factor(loader.prefetch_factor, workers) if workers else 0,
+            "prefetch_factor": _checked_prefetch_factor(loader.prefetch_factor) if loader.num_workers else 0,
             "ray_remote_args": dict(loader.ray_remote_args or {}),
             "needs_actors": _needs_actors(loader),
             "prefetch_to_device": DEVICE_PREFETCH if loader.prefetch_to_device is None else loader.prefetch_to_device,
@@ -158,19 +151,6 @@ class Options:
         return self.on_error == "skip"
 
 
-def check_types(num_workers: Any, timeout: Any, prefetch_factor: Any) -> None:
-    """Checks the types of the numbers that torch compares with 0.
-
-    Raises:
-        TypeError: in place of that of the comparison, whose text names no argument.
-    """
-    if num_workers != 0:
-        workers = _whole("num_workers", num_workers, 0)
-        if workers > 0 and prefetch_factor is not None:
-            _whole("prefetch_factor", prefetch_factor, 1)
-    _check_type_of_timeout(timeout)
-
-
 def check(loader: Any) -> None:
     """Checks rayloader's own arguments, attributes of the loader.
 
@@ -190,30 +170,25 @@ def check(loader: Any) -> None:
         from rayloader.resume.skips import steps_in
 
         steps_in(loader.skip_steps)
-    _check_prefetch_to_device(loader.prefetch_to_device, loader.device)
-    steps = loader.snapshot_every_n_steps
-    if steps is not None and (not is_whole(steps) or steps < 0):
-        raise ValueError(f"snapshot_every_n_steps must be None or a whole number >= 0, got {steps!r}; it has no effect")
-    choices = {"on_timeout": OnTimeout, "on_error": OnError, "seeding": Seeding, "scheduling": Scheduling}
-    choices["workers"] = Workers
-    for name, choice in choices.items():
-        *others, last = map(repr, get_args(choice))
-        if (value := getattr(loader, name)) not in get_args(choice):
-            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
-    _check_type_of_timeout(loader.timeout)
-    if not float(loader.timeout) >= 0:  # NaN is not
-        raise ValueError(f"timeout must be a number of seconds >= 0, got {loader.timeout!r}; 0 waits for ever")
-    if loader.on_timeout == "restart" and not loader.timeout:
-        raise ValueError('on_timeout="restart" needs a timeout > 0: the seconds after which a worker counts as hung')
-    if loader.scheduling == "dynamic" and loader.seeding != "batch":
+    ahead, device = loader.prefetch_to_device, loader.device
+    if ahead is not None and (device is None or not is_whole(ahead) or ahead < 1):
         raise ValueError(
-            f'scheduling="dynamic" needs seeding="batch", got seeding={loader.seeding!r}: the random stream of a '
-            'worker would depend on which batches it happens to get; pass seeding="batch" too'
+            "prefetch_to_device must be a whole number of batches >= 1, beside a device to which they are moved, got "
+            f'prefetch_to_device={ahead!r} and device={device!r}; pass device="cuda" too, or leave it out'
         )
-    if loader.scheduling == "dynamic" and isinstance(loader.dataset, IterableDataset):
+    for name, choices in _CHOICES.items():
+        if (value := getattr(loader, name)) not in choices:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+    timeout = loader.timeout
+    if not isinstance(timeout, Real) or not float(timeout) >= 0:  # NaN is not
+        raise ValueError(f"timeout must be a number of seconds >= 0, got {timeout!r}; 0 waits for ever")
+    if loader.on_timeout == "restart" and not timeout:
+        raise ValueError('on_timeout="restart" needs a timeout > 0: the seconds after which a worker counts as hung')
+    streams = isinstance(loader.dataset, IterableDataset)
+    if loader.scheduling == "dynamic" and (streams or loader.seeding != "batch"):
         raise ValueError(
-            'scheduling="dynamic" needs a map-style dataset, got an IterableDataset: each worker has its own stream; '
-            'use scheduling="static"'
+            f'scheduling="dynamic" needs seeding="batch" and a map-style dataset, got seeding={loader.seeding!r} and '
+            f'{"an IterableDataset" if streams else "one"}: samples would depend on who builds them; use "static"'
         )
     _check_skipping(loader)
 
@@ -259,8 +234,8 @@ def check_forks(workers: Workers) -> None:
 @functools.cache  # says it once
 def _warn_of_forks(method: str) -> None:
     warnings.warn(
-        f"multiprocessing.set_start_method({method!r}) does not concern rayloader's workers: they are forks of this "
-        'process, unless the program uses Ray. Say workers="fork" if that is right, or workers="ray" for Ray actors',
+        f"multiprocessing.set_start_method({method!r}) does not concern rayloader's workers, forks unless the program "
+        'uses Ray; say workers="fork" if that is right, or workers="ray" for Ray actors',
         stacklevel=level_outside("rayloader", "torch"),
     )
 
@@ -270,13 +245,8 @@ def check_device(device: Any) -> None:
 
     Raises:
         ValueError: torch knows no such device.
-        TypeError: it is neither a name nor a device, nor None.
+        TypeError: torch's, for what is neither a name nor a device, nor None.
     """
-    if device is not None and not isinstance(device, (str, torch.device)):
-        raise TypeError(
-            f"device must be a name, such as 'cuda' or 'cuda:1', a torch.device or None, got {device!r}; for number n "
-            "pass f'cuda:{n}'"
-        )
     try:
         torch.device("cpu" if device is None else device)
     except RuntimeError as error:
@@ -296,19 +266,6 @@ def target_of(device: Any) -> tuple[torch.device, Any] | None:
     from rayloader.gpu.to_device import device_of
 
     return device_of(device)
-
-
-def _check_prefetch_to_device(ahead: Any, device: Any) -> None:
-    if ahead is not None and (not is_whole(ahead) or ahead < 1):
-        raise ValueError(
-            f"prefetch_to_device must be a whole number of batches >= 1, got {ahead!r}; to keep batches in main "
-            "memory leave device out"
-        )
-    if ahead is not None and device is None:
-        raise ValueError(
-            f"prefetch_to_device needs a device to which batches are moved, got prefetch_to_device={ahead} and "
-            'device=None; pass device="cuda" too, or leave prefetch_to_device out'
-        )
 
 
 def check_name(name: Any) -> None:
@@ -341,21 +298,11 @@ def _whole(name: str, value: Any, least: int) -> int:
         raise TypeError(f"{name} must be a whole number >= {least}, got {value!r}; pass an int") from None
 
 
-def _check_type_of_timeout(timeout: Any) -> None:
-    if not isinstance(timeout, Real):
-        raise TypeError(f"timeout must be a number of seconds >= 0, got {timeout!r}; pass a float, 0 to wait for ever")
-
-
-def _checked_prefetch_factor(prefetch_factor: Any, num_workers: int) -> int:
-    if prefetch_factor is None:
-        raise TypeError(
-            f"prefetch_factor must be a whole number where num_workers={num_workers}, got None: torch's default "
-            "of 2 is set where a loader is made with workers; set its prefetch_factor too, or make it with num_workers"
-        )
-    number = _whole("prefetch_factor", prefetch_factor, 1)
+def _checked_prefetch_factor(prefetch_factor: Any) -> int:
+    number = 2 if prefetch_factor is None else _whole("prefetch_factor", prefetch_factor, 1)  # as torch's constructor
     if number < 1:  # torch's type for this error
         raise AssertionError(
-            f"prefetch_factor must be greater than 0, got {prefetch_factor!r}; use num_workers=0 to load in-process"
+            f"prefetch_factor must be greater than 0, got {number}; use num_workers=0 to load in-process"
         )
     return number
 
@@ -370,19 +317,14 @@ def check_remote_args(remote_args: Any) -> None:
     if remote_args is None:
         return
     if not isinstance(remote_args, dict) or not all(isinstance(name, str) for name in remote_args):
-        raise TypeError(
-            f"ray_remote_args must be a dict of actor option names to values, got {remote_args!r}; "
-            'for instance {"num_cpus": 1}'
-        )
+        raise TypeError(f'ray_remote_args must be a dict such as {{"num_cpus": 1}}, got {remote_args!r}')
     for name in remote_args:
         if name in RESERVED_REMOTE_ARGS:
-            raise ValueError(f"ray_remote_args must not hold {name!r}: {RESERVED_REMOTE_ARGS[name]}; leave it out")
+            raise ValueError(f"ray_remote_args must not hold {name!r}, which the loader sets itself; leave it out")
     amounts = {name: remote_args.get(name) or 0 for name in ("num_cpus", "num_gpus")}
     resources = remote_args.get("resources") or {}
     if not isinstance(resources, dict):
         raise TypeError(f"ray_remote_args['resources'] must be a dict of names to amounts, got {resources!r}")
     for name, amount in {**amounts, **resources}.items():
         if not isinstance(amount, (int, float)) or not amount >= 0:
-            raise ValueError(
-                f"ray_remote_args: {name} must be a number >= 0, got {amount!r}; leave it out for the default"
-            )
+            raise ValueError(f"ray_remote_args: {name} must be a number >= 0, got {amount!r}")

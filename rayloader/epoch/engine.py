@@ -537,8 +537,6 @@ class Engine:
         log.append(answer.spent)
         if not counts.settled:
             log[-1] = tally.settle(counts, answer.spent)
-        if len(worker.unanswered) > counts.depth:
-            counts.depth = len(worker.unanswered)
         if (task.lent is not None) is not counts.arena:
             counts.arena = task.lent is not None
             counts.lane = self.fleet.mailbox.lane(worker.host)

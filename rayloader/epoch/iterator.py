@@ -189,9 +189,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     def _new_engine(self, loader: Any) -> Engine:
         assert self._fleet is not None
         position, options = self.position, self._options
-        self._tally = loader._recorder.begins(
-            self, self._num_workers, len(self._fleet.hosts), options.prefetch_factor, position.epoch_of_run
-        )
+        self._tally = loader._recorder.begins(self, self._num_workers, options.prefetch_factor, position.epoch_of_run)
         schedule = Schedule(
             self._num_workers,
             options.prefetch_factor,

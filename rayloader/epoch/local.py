@@ -23,8 +23,15 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
-from rayloader import _compat_datasets, fetching
-from rayloader._compat import BaseIterator, DatasetKind, SingleProcessIterator, numpy_seed
+from rayloader import fetching
+from rayloader._compat import (
+    BaseIterator,
+    DatasetKind,
+    SingleProcessIterator,
+    begin_streams,
+    loading_streams,
+    numpy_seed,
+)
 from rayloader.epoch.reports import describe_here
 from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError, add_note
 from rayloader.host.shard_info import Reader, ranks_told
@@ -88,7 +95,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             position.is_seeded(int(self._base_seed), self._shared_seed)
             if state is not None and state.redeal is not None:
                 self._sampler_iter = position.redeals(state.redeal)
-            _compat_datasets.begins(self._dataset)
+            begin_streams(self._dataset)
             begin = capture_random(self._given) if self._is_read_again else None
             self._settle()
             self._iterate(Stream(begin))
@@ -142,7 +149,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             before.restore((), held)
 
     def _end_again(self) -> None:
-        with self._reader.reads(), _compat_datasets.loading(self._dataset):
+        with self._reader.reads(), loading_streams(self._dataset):
             if end_again(self._dataset_fetcher, self.position.loaded, None):
                 self.position.loaded = None
 
@@ -285,7 +292,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def _build(self, task: int, indices: Any, skipped: list[fetching.Skipped]) -> Any:
         left_out = skipped if self._options.skips_errors else None
         # A dataset may pass a state that it has loaded on to others only when it is iterated.
-        loading = _compat_datasets.loading(self._dataset) if self.position.loaded else contextlib.nullcontext()
+        loading = loading_streams(self._dataset) if self.position.loaded else contextlib.nullcontext()
         if not getattr(self._dataset_fetcher, "ended", False):
             self.position.loaded = self._stream.told = None
         with self._seeded(task), self._reader.reads(), loading:

@@ -2,7 +2,8 @@
 
 Promise: such a loader keeps its class, its methods and its attributes, and its copies and pickles are such loaders too.
 Wherever torch's code, the subclass or a library makes one of torch's own iterators of it, that object becomes one of
-ours. Where that cannot be, the iterator is torch's, and one warning for each class says so.
+ours. Where that cannot be, the iterator is torch's, and one warning for each class says so. Iterators of classes that
+derive from torch's may do anything, and stay as they are.
 
 NOTE [The iterator's constructor]: subclasses override `__iter__` and `_get_iterator`, and some libraries call the class
 of torch's iterators themselves, by a name that they imported. All of them end in the constructors of these classes, so
@@ -21,10 +22,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from rayloader._compat import BaseIterator, MultiProcessIterator, SingleProcessIterator
+from rayloader._compat import MultiProcessIterator, SingleProcessIterator
 from rayloader.epoch.local import LocalIterator
-from rayloader.errors import OfOneProcess, level_outside
-from rayloader.frameworks.rebuilt import ADOPTED, is_adopted
+from rayloader.errors import level_outside
+from rayloader.frameworks.readers import ADOPTED, is_adopted
 from rayloader.loader import DataLoader, no_loader
 from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments, check, checked_num_workers, lacking
@@ -48,14 +49,7 @@ class Adopted:
     _label = DataLoader._label
     _live_iterator = DataLoader._live_iterator
     __slots__ = (
-        "__weakref__",
-        "_dataset_epoch",
-        "_last_iterator",
-        "_loader",
-        "_position",
-        "_ranks",
-        "_recorder",
-        "own",
+        *("__weakref__", "_dataset_epoch", "_last_iterator", "_loader", "_position", "_ranks", "_recorder", "own"),
     )
 
     def __init__(self, own: dict[str, Any]) -> None:
@@ -153,25 +147,20 @@ def defaults() -> dict[str, Any]:
 
 def exchange_iterators() -> None:
     """From now on, torch's iterators of loaders that were adopted are ours."""
-    for iterator_class in (BaseIterator, SingleProcessIterator, MultiProcessIterator):
+    for iterator_class in (SingleProcessIterator, MultiProcessIterator):
         if not isinstance(vars(iterator_class)["__init__"], _Constructor):
             iterator_class.__init__ = _Constructor(iterator_class)  # type: ignore[method-assign,assignment]
 
 
 class _Constructor:
-    """`__init__` of a class of torch's iterators. It adds no frame where the iterator is ours already."""
+    """`__init__` of a class of torch's iterators; it adds no frame to iterators of other classes, such as ours."""
 
     def __init__(self, iterator_class: type) -> None:
         self._class, self._init = iterator_class, vars(iterator_class)["__init__"]
 
     def __get__(self, iterator: Any, iterator_class: type | None = None) -> Any:
         init = self._init.__get__(iterator, iterator_class)
-        if iterator is None or isinstance(iterator, OfOneProcess):
-            return init
-        is_torchs = type(iterator) in (SingleProcessIterator, MultiProcessIterator)
-        if is_torchs == (self._class is BaseIterator):
-            return init  # for torch's own iterators the constructor of their class counts, for others that of the base
-        return functools.partial(_construct if is_torchs else _construct_others, init, iterator)
+        return functools.partial(_construct, init, iterator) if type(iterator) is self._class else init
 
 
 def _construct(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
@@ -188,19 +177,6 @@ def _construct(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
         init(loader)
     else:
         adopted.become(iterator)
-
-
-def _construct_others(init: Callable[[Any], None], iterator: Any, loader: Any) -> None:
-    """The constructor of an iterator of a derived class, which may do anything, and so stays as it is: a warning."""
-    adopted = _adopted(loader)
-    if adopted is not None and loader.num_workers > 0:
-        kind = type(iterator)
-        reason = (
-            f"its iterators are of a class of their own, {kind.__module__}.{kind.__qualname__}; create a "
-            "rayloader.DataLoader of the same dataset, samplers and collate_fn"
-        )
-        warn_of_torchs(loader.__class__, reason)
-    init(loader)
 
 
 def _adopted(loader: Any) -> Adopted | None:

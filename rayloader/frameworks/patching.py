@@ -5,8 +5,8 @@ When the last patch is removed, torch's class is what it was before the first.
 
 NOTE [The class stays]: frameworks import torch's class by name, check `isinstance` against it, derive from it, and may
 be imported before or after a patch. So no name is replaced: the class remains torch's, and its constructor turns the
-object into one of ours, whose class derives from it; for torchdata's class that is a class of its own, see
-`stateful.py`. A loader of a subclass keeps its class, and gets our iterators: see `adopted.py`.
+object into one of ours, whose class derives from it; for torchdata's class that is a class of its own. A loader of a
+subclass keeps its class, and gets our iterators: see `adopted.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from rayloader.frameworks import adopted
-from rayloader.frameworks.rebuilt import check_dispatch
+from rayloader.frameworks.readers import check_dispatch
 from rayloader.loader import DataLoader, WorkerCount, lost_state
 from rayloader.options import OwnArguments
 from rayloader.resume.ranks import Ranks
@@ -27,6 +27,29 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _OWN = OwnArguments.__annotations__.keys()
+
+# The classes that a patch stands in for, and ours, of which each derives from the one in whose place it is.
+_REPLACED: dict[type, type[DataLoader[Any]]] = {TorchDataLoader: DataLoader}
+with contextlib.suppress(ImportError):
+    from torchdata.stateful_dataloader import StatefulDataLoader as TorchdatasLoader
+
+    class _TorchsFirst(type):
+        """Puts torchdata's class after ours and torch's, which have all of its methods: nothing else is found there."""
+
+        def mro(cls) -> list[type]:
+            order = super().mro()
+            order.remove(TorchdatasLoader)
+            order.insert(order.index(TorchDataLoader) + 1, TorchdatasLoader)
+            return order
+
+    class StatefulDataLoader(DataLoader, TorchdatasLoader, metaclass=_TorchsFirst):  # type: ignore[misc,type-arg]
+        """What torchdata's class makes while a patch is in force.
+
+        It is an instance of that class too: by it trainers ask whether a loader keeps its position, and leave others
+        out of their checkpoints without a word.
+        """
+
+    _REPLACED[TorchdatasLoader] = StatefulDataLoader
 
 _constructors: dict[type, tuple[Any, Any]] = {}  # of patched classes: the one before the first patch, and ours
 
@@ -46,7 +69,7 @@ class Patch:
         """Puts it in force (again), on top of the patches that are."""
         if not adopted.patches:
             adopted.exchange_iterators()
-            for loader_class, our_class in _replaced_classes().items():
+            for loader_class, our_class in _REPLACED.items():
                 _replace_constructor(loader_class, our_class)
         if self not in adopted.patches:
             adopted.patches.append(self)
@@ -76,7 +99,7 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
     called, and so does torchdata's `StatefulDataLoader(...)`; it is an instance of the class that was called, too. A
     loader of ours that a framework rebuilds keeps its own arguments. Loaders of subclasses of torch's class keep their
     class, and get our iterators, and so does what else torch's iterators are created from; where that is impossible, a
-    warning says so. Loaders that exist already are left alone. For instance::
+    warning says so. Loaders that exist already are left alone, and so are iterators of other classes. For instance::
 
         with rayloader.patch(seeding="batch"):
             trainer.train()
@@ -98,18 +121,6 @@ def patch(**defaults: Unpack[OwnArguments]) -> Patch:
         )
     DataLoader((), timeout=1, **{**adopted.defaults(), **defaults})  # checks them
     return Patch(defaults)
-
-
-def _replaced_classes() -> dict[type, type[DataLoader[Any]]]:
-    """The classes that a patch stands in for, and ours, of which each derives from the one in whose place it is."""
-    classes: dict[type, type[DataLoader[Any]]] = {TorchDataLoader: DataLoader}
-    with contextlib.suppress(ImportError):
-        from torchdata.stateful_dataloader import StatefulDataLoader as TorchdatasLoader
-
-        from rayloader.frameworks.stateful import StatefulDataLoader
-
-        classes[TorchdatasLoader] = StatefulDataLoader
-    return classes
 
 
 def _replace_constructor(loader_class: type, our_class: type[DataLoader[Any]]) -> None:

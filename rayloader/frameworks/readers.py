@@ -1,7 +1,7 @@
-"""Readers of loaders whose habits a state must allow for: a batch ahead of the program, or counting batches.
+"""What frameworks do with a loader of ours: they rebuild it as one of another class, or read it in a way of their own.
 
-Promise: a state counts the batches that the program was given. Batches that a framework in between has drawn and
-not passed on come again.
+Promise: of what would go wrong in a rebuilt loader some is refused, and the rest is warned of. A state counts the
+batches that the program was given; batches that a framework in between has drawn and not passed on come again.
 
 NOTE [One batch ahead]
 The loader that Ray Train's `prepare_data_loader` returns draws the next batch before it passes on the previous one, to
@@ -27,6 +27,7 @@ first batch. Where the length is not known, Lightning may have drawn that batch 
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 import weakref
@@ -34,9 +35,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from typing_extensions import override
-
-from rayloader.errors import StateError
+from rayloader.errors import StateError, level_outside
 from rayloader.frameworks._compat_lightning import (
     ended_an_epoch,
     fetcher_classes,
@@ -44,6 +43,9 @@ from rayloader.frameworks._compat_lightning import (
     loop_classes,
     take_states,
 )
+from rayloader.resume.ranks import check_once
+
+ADOPTED = "_rayloader_adopted"  # an attribute of loaders that get our iterators, see `adopted.py`
 
 # The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
 _given: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[ReadAhead]]] = weakref.WeakKeyDictionary()
@@ -56,6 +58,64 @@ def callers() -> Iterator[Any]:
         if "self" in frame.f_code.co_varnames:
             yield frame.f_locals.get("self")
         frame = frame.f_back
+
+
+# ---- loaders that are rebuilt
+
+
+def note_rebuilt(loader: Any, source: Any, same: Any) -> None:
+    """A loader of another class is being made whose `num_workers` was read from a loader of ours.
+
+    Args:
+        loader: that one.
+        source: the loader of ours; None: it is gone.
+        same: likewise, if it has the same dataset.
+    """
+    if source is not None and source._ranks is not None:
+        check_once(loader._index_sampler)
+        check_dispatch(source)
+    if same is not None:
+        same._read_anew = True
+    if not is_adopted(loader):
+        _warn_of_rebuilt(loader.__class__)
+
+
+def is_adopted(loader: Any) -> bool:
+    """Whether a loader gets our iterators."""
+    return ADOPTED in getattr(loader, "__dict__", ())
+
+
+def check_dispatch(source: Any) -> None:
+    """Raises ValueError if one rank's part of the data would be read by one process, and distributed to all.
+
+    That is what Accelerate does with `dispatch_batches`, its default for iterable datasets. Neither the arguments nor
+    the class of the loader that it creates show it; only the calling code does.
+    """
+    module = sys.modules.get("accelerate.data_loader")
+    if module is None or source._ranks is None or source._ranks.num_replicas == 1:
+        return
+    for caller in callers():
+        if issubclass(type(caller), module.DataLoaderDispatcher):
+            if module.PartialState().num_processes == 1:
+                return
+            raise ValueError(
+                "with dispatch_batches, Accelerate's default for iterable datasets, one process reads the batches of "
+                f"all ranks, and this loader has those of rank {source._ranks.rank} of {source._ranks.num_replicas}; "
+                "leave num_replicas and rank out, or do not give this loader to prepare()"
+            )
+
+
+@functools.cache  # says it once
+def _warn_of_rebuilt(loader_class: type) -> None:
+    framework = {loader_class.__module__.partition(".")[0]} - {"__main__"}
+    warnings.warn(
+        f"a rayloader.DataLoader was rebuilt as {loader_class.__module__}.{loader_class.__qualname__}, "
+        "whose batches come from torch's workers; call rayloader.patch() at the start of the program",
+        stacklevel=level_outside("rayloader", "torch", *framework),
+    )
+
+
+# ---- who reads it
 
 
 class FrameworkReader:
@@ -73,9 +133,6 @@ class FrameworkReader:
     def drops_states(self) -> bool:
         """Whether it has states for its loaders that it should have loaded by now."""
         return False
-
-    def note_skips(self) -> None:
-        """The loader has `skip_steps`."""
 
     def reads(self, iterator: ReadAhead) -> None:
         """It is given this iterator."""
@@ -98,6 +155,11 @@ class LightningReader(FrameworkReader):
         self._loop: Callable[[], Any] = weakref.ref(loop) if loop is not None else lambda: None
 
     @property
+    def trains(self) -> bool:
+        """Whether it works for a training that still runs."""
+        return self._loop() is not None
+
+    @property
     def is_ahead(self) -> bool:
         """Whether it does not know the length."""
         return (fetcher := self._reader()) is not None and fetcher.length is None
@@ -106,15 +168,6 @@ class LightningReader(FrameworkReader):
     def drops_states(self) -> bool:
         """See NOTE [States that Lightning drops]."""
         return (loop := self._loop()) is not None and has_states(loop)
-
-    @override
-    def note_skips(self) -> None:
-        if self._loop() is not None:
-            warnings.warn(
-                "Lightning counts the batches of an epoch, and one that skip_steps makes shorter has no end for it; "
-                "return None from training_step() for such a batch in place of skip_steps",
-                stacklevel=4,
-            )
 
     def reads(self, iterator: ReadAhead) -> None:
         """It is given this iterator, of one of its loaders."""
@@ -170,8 +223,12 @@ def read(loader: Any) -> Iterator[Any]:
     reader = find_reader()
     if reader is None:
         return loader._new_iterator()  # type: ignore[no-any-return]
-    if loader.skip_steps is not None:
-        reader.note_skips()
+    if loader.skip_steps is not None and isinstance(reader, LightningReader) and reader.trains:
+        warnings.warn(
+            "Lightning counts the batches of an epoch, and one that skip_steps makes shorter has no end for it; "
+            "return None from training_step() for such a batch in place of skip_steps",
+            stacklevel=3,
+        )
     loader._before = EarlierState()
     return ReadAhead(loader, loader._before, reader)
 

@@ -22,8 +22,8 @@ import torch
 from torch.utils.data import Dataset, IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
-from rayloader import _compat_datasets, fetching
-from rayloader._compat import DatasetKind, numpy_seed, set_worker_info
+from rayloader import fetching
+from rayloader._compat import DatasetKind, begin_streams, loading_streams, numpy_seed, set_worker_info
 from rayloader.errors import ReplayError, add_note, exit_in_words
 from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
 from rayloader.host.shard_info import Reader
@@ -133,7 +133,7 @@ class HostedWorker:
             seeded = RandomState.capture()
             if loaded.worker_init_fn is not None:
                 loaded.worker_init_fn(self._setup.worker_id)
-            _compat_datasets.begins(self._dataset)
+            begin_streams(self._dataset)
             others = {"collate_fn": self._collate_fn, "worker_init_fn": loaded.worker_init_fn}
             self._recorder = SnapshotTaker(self._dataset, {"dataset": self._dataset, **others}, seeded)
             if self._setup.auto_collation and type(self._dataset).__module__ in ("torch", Dataset.__module__):
@@ -153,7 +153,7 @@ class HostedWorker:
         self._epoch, self._exhausted = state.epoch, state.exhausted
         if state.dataset_epoch != self._dataset_epoch:  # the program has told the dataset another one since
             self._tell_epoch(state.dataset_epoch)
-        with _compat_datasets.loading(self._dataset):
+        with loading_streams(self._dataset):
             self._load_states(state)
 
     def _load_states(self, state: WorkerState) -> None:
@@ -218,7 +218,7 @@ class HostedWorker:
 
     def _end_again(self, loaded: WorkerState) -> None:
         """Lets a stream that has loaded the state of its end take that over."""
-        with self._keeping_failure(), _compat_datasets.loading(self._dataset):
+        with self._keeping_failure(), loading_streams(self._dataset):
             if end_again(self._fetcher, loaded.dataset, loaded.iterator):
                 self._recorder.loaded = None
             self._recorder.restore(loaded.random)
@@ -289,7 +289,7 @@ class HostedWorker:
             with self._keeping_failure():
                 self._shuffle_datapipe(resumed.shared_seed)
                 self._tell_epoch(resumed.dataset_epoch)
-                _compat_datasets.begins(self._dataset)
+                begin_streams(self._dataset)
                 self._create_fetcher()
         self._recorder.forget()  # answers of an epoch that was broken off
         return self.snapshot()
@@ -421,7 +421,7 @@ class HostedWorker:
         setup = self._setup
         collate_into(arena)
         # A dataset may pass a state that it has loaded on to others only when it is iterated.
-        loading = _compat_datasets.loading(self._dataset) if self._recorder.loaded else contextlib.nullcontext()
+        loading = loading_streams(self._dataset) if self._recorder.loaded else contextlib.nullcontext()
         if not getattr(self._fetcher, "ended", False):
             self._recorder.loaded = None
         try:

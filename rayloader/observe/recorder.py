@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,30 +30,21 @@ from rayloader.errors import RayloaderError
 from rayloader.protocol import Spent, pack_spent
 
 if TYPE_CHECKING:
-    from rayloader.observe.stats import EpochTimes, Period, Times
+    from rayloader.observe.stats import EpochTimes, LoaderStats, Period, Times
     from rayloader.observe.trace import Trace, Tracing
 
 # How many answers are folded together: with fewer, NumPy's calls would cost more than the entries.
 FOLD = 2048
 # How many of the slowest batches are named.
 SLOWEST = 3
-# With fewer batches than this, and fewer than two of each worker, chance has too large a part in the numbers.
-ENOUGH_BATCHES = 20
-# How many epochs are shown one by one.
-SHOWN_EPOCHS = 8
+# How many of the last epochs are kept one by one.
+KEPT_EPOCHS = 8
 # A batch that takes more than this many times the median is slow.
 SLOW = 4.0
-
-
 # Quantiles are those of so many times, the last ones.
 KEPT = 2048
 
 _Numbers = np.ndarray[Any, np.dtype[Any]]
-
-
-def is_enough(batches: int, num_workers: int) -> bool:
-    """Whether so many batches, without the first of each epoch, tell what limits the rate."""
-    return batches >= max(ENOUGH_BATCHES, 2 * num_workers)
 
 
 class Series:
@@ -126,10 +117,6 @@ class Work(NamedTuple):
 
     def merged(self, other: Work) -> Work:
         """The sum of both, for as many workers as the larger of the two has."""
-        if not len(other.longest):  # no workers, no work
-            return self
-        if not len(self.longest):
-            return other
         number = max(len(self.longest), len(other.longest))
         mine, theirs = ([_padded(part, number) for part in work[:3]] for work in (self, other))
         recent = np.concatenate([self.recent, other.recent])[-KEPT:]
@@ -154,7 +141,6 @@ Slow = tuple[int, int, float, str]  # the fields of a `SlowBatch`
 class WorkerTally:
     """Further measurements of one worker; see `WorkerStats`."""
 
-    depth: int = 0
     process: str = ""
     node: str = ""
     lane: str = ""
@@ -174,7 +160,6 @@ class Tally:
 
     Args:
         num_workers: how many workers build its batches.
-        processes: how many processes host them.
         depth: batches of each worker that may be under way; 0 without workers.
         epoch: its number in the run, from 0.
 
@@ -187,8 +172,8 @@ class Tally:
         trace: the trace in progress, if any.
     """
 
-    def __init__(self, num_workers: int = 0, processes: int = 0, depth: int = 0, epoch: int = 0) -> None:
-        self.processes, self.depth, self.epoch = processes, depth, epoch
+    def __init__(self, num_workers: int = 0, depth: int = 0, epoch: int = 0) -> None:
+        self.depth, self.epoch = depth, epoch
         self.wait, self.step = Series(), Series()
         self.epochs = self.batches = self.samples = self.nbytes = self.restarts = self.skipped = 0
         self.page_locked = self.locked_bytes = 0
@@ -305,18 +290,12 @@ class Tally:
             work = work.merged(tally.work)
             whole.workers += [WorkerTally() for _ in tally.workers[len(whole.workers) :]]
             for worker, other in zip(whole.workers, tally.workers, strict=False):
-                worker.depth = max(worker.depth, other.depth)
                 worker.process, worker.node = other.process or worker.process, other.node or worker.node
                 worker.lane = other.lane or worker.lane
             for slow in tally.slowest:
                 whole.note_slow(slow)
         whole._keep(work)
         return whole
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether it tells what limits the rate."""
-        return is_enough(self.wait.count, len(self.workers))
 
     def times(self) -> EpochTimes:
         """How the time was spent, for the user."""
@@ -336,22 +315,10 @@ class Tally:
         workers = []
         for worker_id, worker in enumerate(self.workers):
             own = work.of(worker_id)
-            idle, fetch, collate, transfer = work.sums[worker_id].tolist()
             build = build.merged(own)
-            workers.append(
-                WorkerStats(
-                    worker_id,
-                    own.times(),
-                    idle,
-                    fetch,
-                    collate,
-                    transfer,
-                    worker.process,
-                    worker.node,
-                    worker.lane,
-                    worker.depth,
-                )
-            )
+            idle, fetch, collate, transfer = work.sums[worker_id].tolist()
+            where = worker.process, worker.node, worker.lane
+            workers.append(WorkerStats(worker_id, own.times(), idle, fetch, collate, transfer, *where))
         times = build.times()
         slow, seconds = build.above(SLOW * times.median)
         return Period(
@@ -370,40 +337,26 @@ class _Kept(NamedTuple):
     """What a recorder has."""
 
     past: Tally  # of all that has ended.
-    #: of the last epochs that have ended, added up until they are enough to tell what limits the rate, the last one at
-    #: the end. Two such sums suffice: the last one may have just been begun.
-    recent: tuple[Tally, ...]
-    epochs: tuple[EpochTimes, ...]  # of those that have ended, the last ones.
-    live: list[tuple[weakref.ref[object], Tally]]  # to which iterators still write, the latest last.
-
-
-class Told(NamedTuple):
-    """What a recorder tells."""
-
-    epoch: Tally  # that began last.
-    recent: Tally  # of it, and of as many before it as it takes to tell what limits the rate.
-    total: Tally  # of all epochs.
-    epochs: tuple[EpochTimes, ...]  # the last ones.
+    ended: tuple[Tally, ...]  # the last of these.
+    live: tuple[tuple[weakref.ref[object], Tally], ...]  # to which iterators still write, the latest last.
 
 
 class Recorder:
     """The measurements of all epochs of one loader. The loader owns it and its iterators write to their `Tally`."""
 
     def __init__(self) -> None:
-        self._kept = _Kept(Tally(), (), (), [])  # replaced as a whole, because another thread may be reading it
+        self._kept = _Kept(Tally(), (), ())  # replaced as a whole, because another thread may be reading it
         self._trace: Trace | None = None
 
-    def begins(self, iterator: object, num_workers: int, processes: int = 0, depth: int = 0, epoch: int = 0) -> Tally:
+    def begins(self, iterator: object, num_workers: int, depth: int = 0, epoch: int = 0) -> Tally:
         """An iterator of the loader begins an epoch; its previous one, if any, has ended. See `Tally`."""
-        past, recent, epochs, live = self._kept
+        past, before, live = self._kept
         ended = [tally for ref, tally in live if ref() in (None, iterator)]
-        others = [(ref, tally) for ref, tally in live if ref() not in (None, iterator)]
-        for tally in ended:
-            recent = _with(recent, tally)
-        epochs = (*epochs, *(tally.times() for tally in ended if tally.batches))[1 - SHOWN_EPOCHS :]
-        new = Tally(num_workers, processes, depth, epoch)
+        others = [(ref, tally) for ref, tally in live if tally not in ended]
+        new = Tally(num_workers, depth, epoch)
         new.set_trace(self._trace)
-        self._kept = _Kept(Tally.of([past, *ended]), recent, epochs, [*others, (weakref.ref(iterator), new)])
+        last = tuple([*before, *(tally for tally in ended if tally.batches)][-KEPT_EPOCHS:])
+        self._kept = _Kept(Tally.of([past, *ended]), last, (*others, (weakref.ref(iterator), new)))
         return new
 
     def traced(self, path: Path, title: str) -> Tracing:
@@ -419,33 +372,32 @@ class Recorder:
     def set_trace(self, trace: Trace | None) -> None:
         """Sets where to report events from now on."""
         self._trace = trace
-        for _, tally in self._kept.live:
+        for tally in (*self._kept.ended, *(tally for _, tally in self._kept.live)):
             tally.set_trace(trace)
 
-    def tell(self) -> Told:
-        """All of it."""
-        past, recent, epochs, live = self._kept
-        epoch = self.latest
-        near = [epoch]
-        while recent and not Tally.of(near).is_enough and len(recent[-1].workers) == len(epoch.workers):
-            near.insert(0, recent[-1])
-            recent = recent[:-1]
-        epochs += tuple(tally.times() for _, tally in live if tally.batches)
-        return Told(epoch, Tally.of(near), Tally.of([past, *(tally for _, tally in live)]), epochs[-SHOWN_EPOCHS:])
+    def tell(self, **of_loader: Any) -> LoaderStats:
+        """The measurements, beside other fields of `LoaderStats`, of the loader itself."""
+        from rayloader.observe.stats import LoaderStats, is_enough, verdict
 
-    @property
-    def latest(self) -> Tally:
-        """The tally of the epoch that began last; zeros before the first one."""
-        return self._kept.live[-1][1] if self._kept.live else self._kept.past
-
-
-def _with(recent: tuple[Tally, ...], ended: Tally) -> tuple[Tally, ...]:
-    """The sums of the last epochs with one that has ended; those of other numbers of workers tell nothing any more."""
-    if not recent or len(recent[-1].workers) != len(ended.workers):
-        return (ended,)
-    if recent[-1].is_enough:
-        return recent[-1], ended
-    return *recent[:-1], Tally.of([recent[-1], ended])
+        past, ended, live = self._kept
+        writing = [tally for _, tally in live]
+        epoch = recent = writing[-1] if live else past
+        for tally in reversed(ended):
+            if is_enough(recent.wait.count, len(epoch.workers)) or len(tally.workers) != len(epoch.workers):
+                break
+            recent = Tally.of([tally, recent])
+        stats = LoaderStats(
+            num_workers=len(epoch.workers),
+            epoch=epoch.period(),
+            recent=recent.period(),
+            total=Tally.of([past, *writing]).period(),
+            epochs=tuple([tally.times() for tally in (*ended, *writing) if tally.batches][-KEPT_EPOCHS:]),
+            cpus=cpus(),
+            cpu_use=epoch.cpu_use.share if epoch.cpu_use is not None else None,
+            prefetch_factor=epoch.depth,
+            **of_loader,
+        )
+        return replace(stats, verdict=verdict(stats))
 
 
 # A container's share of the machine, and its use of it (control groups, version 2).

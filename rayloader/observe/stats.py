@@ -1,13 +1,16 @@
-"""A loader's measurements, `DataLoader.stats()`, and how they are shown: as text, as a picture and as a dict.
+"""The measurements of `DataLoader.stats()`, the verdict on them, and how they are shown: as text, picture and dict.
 
 Promise: data only; no clock, no Ray, no torch. Times are in seconds, sizes in bytes. The text has at most 12 lines of
-100 columns, whatever the loader: the verdict three, the slowest batches three, and all else one line each.
+100 columns, whatever the loader: the verdict three, the slowest batches three, and all else one line each. The verdict
+says what follows from the numbers of the last epochs, or that nothing does, and names only figures that the text shows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import html
+import math
+import statistics
 import textwrap
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +54,6 @@ class WorkerStats:
     #: how it is reached and how its batches travel: "line, arena", "line", "TCP line" or "Ray calls"; "" if it has sent
     #: nothing.
     lane: str = ""
-    depth: int = 0  #: largest number of batches that were requested from it at one time.
 
     @property
     def busy(self) -> float:
@@ -199,7 +201,6 @@ class LoaderStats:
     recent: Period = Period()
     total: Period = Period()  #: all epochs of all iterators of this loader object.
     epochs: tuple[EpochTimes, ...] = ()  #: the last eight at most, in their order.
-    processes: int = 0  #: how many host these workers.
     #: bytes of batches that the workers have sent and the trainer has not taken. The size of batches that are still
     #: being built is not known.
     bytes_under_way: int = 0
@@ -212,7 +213,6 @@ class LoaderStats:
     #: system does not report it.
     cpu_use: float | None = None
     dynamic: bool = False  #: whether `scheduling="dynamic"`.
-    in_order: bool = True  #: whether batches are delivered in order.
     iterable: bool = False  #: whether the dataset is iterable-style.
     prefetch_factor: int = 0  #: batches of each worker that may be under way; 0 without workers.
     cache: CacheStats | None = None  #: of `rayloader.cached`, if the dataset is one, or holds one.
@@ -225,7 +225,7 @@ class LoaderStats:
         if recent.batches:
             lines.append(("trainer", _of_trainer(recent)))
         if recent.workers:
-            lines.append(("workers", _of_workers(recent, self.processes)))
+            lines.append(("workers", _of_workers(recent)))
         lines.append(("machine", "; ".join(filter(None, [self._of_cpus(), self._of_memory()]))))
         if self.cache is not None:
             lines.append(("cache", str(self.cache)))
@@ -277,6 +277,155 @@ def _plain(value: Any) -> Any:
     return {name: _plain(found) for name in names if (found := getattr(value, name)) is not None}
 
 
+# ---- the verdict: is it the loader or the model?
+
+# With fewer batches than this, and fewer than two of each worker, chance has too large a part in the numbers.
+ENOUGH_BATCHES = 20
+# A trainer that waits less than this share of its time does not wait enough to matter.
+WAIT_SHARE = 0.05
+# A trainer whose steps take less than this share of the time does next to nothing: it waits whatever the loader does.
+STEP_SHARE = 0.05
+# Workers that are busy for this share of their time are the bottleneck; otherwise something keeps them from working.
+BUSY = 0.75
+# If this share of the CPUs is in use, more workers would only compete with each other.
+CPUS_IN_USE = 0.9
+# A worker that takes this many times as long as the others is called slow.
+SLOW_WORKER = 2.0
+# Batches count as stragglers if they are at most this share of all.
+STRAGGLER_SHARE = 0.25
+# Work varies: recommend this many times the number of workers that would suffice on average.
+MARGIN = 1.2
+
+
+def is_enough(batches: int, num_workers: int) -> bool:
+    """Whether so many batches, without the first of each epoch, tell what limits the rate."""
+    return batches >= max(ENOUGH_BATCHES, 2 * num_workers)
+
+
+def verdict(stats: LoaderStats) -> str:
+    """The sentence."""
+    period = stats.recent
+    if not is_enough(period.wait.count, stats.num_workers):
+        few = count(period.wait.count, "batch", "batches")
+        return f"too little to say: only {few} so far, without the first of each epoch"
+    if period.wait_share < WAIT_SHARE:
+        return _trainer_bound(period)
+    waits = f"the trainer waits {percent(period.wait_share)} of the time"
+    if not period.workers:
+        said = _without_workers(stats, period, waits)
+    elif period.blocked < period.wait.total / 2:
+        said = _own_work(period, waits)
+    elif period.busy >= BUSY:
+        said = _more_workers(stats, period, waits)
+    else:
+        said = _held_up(stats, period, waits)
+    is_full = stats.cache is not None and stats.cache.full
+    return said + "; the cache is full: raise max_bytes" * is_full
+
+
+def _trainer_bound(period: Period) -> str:
+    waits = f"the trainer waits only {percent(period.wait_share)} of the time"
+    needed = max(1, math.ceil(MARGIN * period.build.mean * period.batches_per_s))  # not `total`: some are built ahead
+    if needed < len(period.workers):
+        return f"the trainer is the bottleneck: {needed} of {count(len(period.workers), 'worker')} would do ({waits})"
+    return f"nothing to mend: {waits}"
+
+
+def _is_idle(period: Period) -> bool:
+    """Whether the trainer does next to nothing with a batch."""
+    return period.step.total < STEP_SHARE * period.seconds
+
+
+def _no_cpu(stats: LoaderStats) -> str:
+    """That further workers would find no CPU, if that is so."""
+    if stats.cpu_use is None or stats.cpu_use < CPUS_IN_USE:
+        return ""
+    return (
+        f"; all CPUs of this machine ({stats.cpus:g}) are in use already: cheaper samples would help, or workers on "
+        "other machines"
+    )
+
+
+def _without_workers(stats: LoaderStats, period: Period, waits: str) -> str:
+    said = f"input-bound: {waits}, in which it builds its batches itself"
+    if no_cpu := _no_cpu(stats):
+        return said + no_cpu
+    if _is_idle(period):
+        return f"{said}; num_workers=1 or more would build them in other processes"
+    needed = math.ceil(MARGIN * period.wait.total / period.step.total)
+    return f"{said}; num_workers={needed} would build them meanwhile"
+
+
+def _own_work(period: Period, waits: str) -> str:
+    each = seconds((period.wait.total - period.blocked) / period.wait.count)
+    if period.drawing > (period.wait.total - period.blocked) / 2:
+        return (
+            f"the sampler is the bottleneck: {waits}, mostly while the sampler draws indices; a cheaper sampler or "
+            "larger batches would help, more workers would not"
+        )
+    return (
+        f"input-bound: {waits}, mostly for the loader's own work in its process ({each} a batch); fewer, larger "
+        "batches would help, more workers would not"
+    )
+
+
+def _more_workers(stats: LoaderStats, period: Period, waits: str) -> str:
+    said = f"input-bound: {waits}, and the workers are busy {period.busy:.0%} of theirs"
+    number = len(period.workers)
+    near = sum(worker.lane.startswith("line") for worker in period.workers) * 2 >= number
+    if near and (no_cpu := _no_cpu(stats)):
+        return said + no_cpu
+    if _is_idle(period):
+        return f"{said}; each further worker would raise the rate of a trainer that does next to nothing with a batch"
+    own = (period.wait.total - period.blocked + period.step.total) / period.wait.count
+    more = max(1, math.ceil(MARGIN * period.build.mean / own) - number)
+    said = f"{said}; about {count(more, 'more worker')} would end it"
+    if near and number + more > stats.cpus:
+        said += f", if they need less than a CPU each: this machine has {stats.cpus:g}"
+    return said
+
+
+def _held_up(stats: LoaderStats, period: Period, waits: str) -> str:
+    """What keeps workers from working while the trainer waits."""
+    idle = f"though the workers are busy {period.busy:.0%} of theirs"
+    behind = period.behind >= period.blocked / 2
+    slow = _slow_worker(period.workers)
+    dynamic = "" if stats.dynamic or stats.iterable else ": scheduling='dynamic' (with seeding='batch')"
+    if behind and slow is not None:
+        return f"worker {slow.worker_id} is the bottleneck: {waits}, mostly for its batches, which take " + (
+            f"{slow.build.median / _others(period.workers, slow):.1f} times as long as the others'{dynamic}"
+        )
+    if behind and 0 < period.slow <= STRAGGLER_SHARE * period.build.count:
+        often = round(period.build.count / period.slow)
+        return (
+            f"slow batches are the bottleneck: {waits}, mostly for one batch in {figure(often)}, which takes "
+            f"{figure(round(period.slow_ratio))} times the median{dynamic}"
+        )
+    if period.restarts:
+        return f"input-bound: {waits}, {idle}; workers were restarted {count(period.restarts, 'time')} meanwhile"
+    if any(worker.lane == "Ray calls" for worker in period.workers):
+        return f"input-bound: {waits}, {idle}; batches spend the rest of the time on their way through Ray"
+    return (
+        f"input-bound: {waits}, {idle}; at most {stats.prefetch_factor} batches of each are under way: a larger "
+        "prefetch_factor may help"
+    )
+
+
+def _slow_worker(workers: tuple[WorkerStats, ...]) -> WorkerStats | None:
+    """The worker for which the others wait, if there is one."""
+    if len(workers) < 2 or any(worker.build.count < ENOUGH_BATCHES / 2 for worker in workers):
+        return None
+    slowest = max(workers, key=lambda worker: worker.build.median)
+    if slowest.busy < BUSY or slowest.build.median < SLOW_WORKER * _others(workers, slowest):
+        return None
+    return slowest
+
+
+def _others(workers: tuple[WorkerStats, ...], without: WorkerStats) -> float:
+    """How long a batch takes the other workers, in seconds."""
+    return statistics.median(worker.build.median for worker in workers if worker is not without)
+
+
 # ---- lines of the text
 
 
@@ -292,10 +441,10 @@ def _of_trainer(period: Period) -> str:
     )
 
 
-def _of_workers(period: Period, processes: int) -> str:
+def _of_workers(period: Period) -> str:
     kinds = {worker.process for worker in period.workers if worker.process}
     lanes = {worker.lane for worker in period.workers if worker.lane}
-    what = count(processes or len(period.workers), *(kinds if len(kinds) == 1 else ("worker",)))
+    what = count(len(period.workers), *(kinds if len(kinds) == 1 else ("worker",)))
     how = f" ({[*lanes, 'several lanes'][0 if len(lanes) == 1 else -1]})" if lanes else ""
     batches = max(1, period.build.count)
     parts = [

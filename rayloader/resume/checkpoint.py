@@ -12,7 +12,7 @@ import itertools
 import warnings
 from typing import Any
 
-from rayloader._compat_datasets import loading
+from rayloader._compat import loading_streams
 from rayloader.errors import StateError
 from rayloader.random.generators import RandomState
 from rayloader.random.search import search
@@ -414,5 +414,5 @@ def restore(loader: Any, saved: LocalState) -> None:
         held = held_in(loader)
         _check_generators(held, saved.random)
         saved.random.restore((), held)
-    with loading(loader.dataset):
+    with loading_streams(loader.dataset):
         load_state(loader.dataset, saved.dataset)

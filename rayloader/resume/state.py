@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rayloader import plain_state
 from rayloader._version import __version__
-from rayloader.errors import StateError
+from rayloader.errors import NESTING, StateError, too_deep
 from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
@@ -42,6 +41,8 @@ CHANGED = {16: 'seeding="batch" draws other random numbers'}
 # that are not dispatched to other processes yet.
 _TORCHDATAS = {"_snapshot", "_sampler_iter_yielded"}  # of which the states of torchdata's loader have one
 TAKEN = "_num_yielded"
+_ARRAY, _SCALAR = "rayloader: array", "rayloader: scalar"  # key of a tensor, in a dict with the name of its dtype
+_ATOMS = {int, float, str, bytes, bool, type(None)}
 VERSIONS = {
     "rayloader": __version__,
     "python": platform.python_version(),
@@ -323,37 +324,75 @@ def _record(kind: Any, **forms: _Form) -> _Form:
     )
 
 
+def to_plain(state: Any, depth: int = 0) -> Any:
+    """The state with tensors in the place of NumPy's numbers; `depth`: levels above it.
+
+    Raises:
+        StateError: there are too many levels.
+    """
+    if depth > NESTING:
+        raise too_deep()
+    kind = type(state)
+    if kind is dict:
+        return {key: to_plain(value, depth + 1) for key, value in state.items()}
+    if kind in (list, tuple):
+        return state if _ATOMS.issuperset(map(type, state)) else kind([to_plain(part, depth + 1) for part in state])
+    if kind is np.ndarray or isinstance(state, np.generic):
+        try:
+            array, dtype = np.array(state), state.dtype
+            # Torch does not unpickle its own tensors of wide unsigned numbers.
+            signed = array.view(dtype.str.replace("u", "i")) if dtype.kind == "u" else array
+            return {_ARRAY if kind is np.ndarray else _SCALAR: torch.from_numpy(signed), "dtype": dtype.name}
+        except (TypeError, ValueError):  # of a dtype that torch has not, or in another byte order
+            return state
+    return state
+
+
+def from_plain(packed: Any) -> Any:
+    """The inverse of `to_plain`."""
+    kind = type(packed)
+    if kind in (list, tuple):
+        return packed if _ATOMS.issuperset(map(type, packed)) else kind(map(from_plain, packed))
+    if kind is not dict:
+        return packed
+    if packed.keys() == {_ARRAY, "dtype"}:
+        return packed[_ARRAY].numpy().copy().view(packed["dtype"])
+    if packed.keys() == {_SCALAR, "dtype"}:
+        return packed[_SCALAR].numpy().view(packed["dtype"])[()]
+    return {key: from_plain(value) for key, value in packed.items()}
+
+
 def pack_random(random: RandomState) -> dict[str, Any]:
     """The states of generators in plain types; about 14 kB in a file of torch's."""
-    packed: dict[str, Any] = plain_state.pack({**random._asdict(), "numpy": random.numpy and random.numpy[1]})
+    packed: dict[str, Any] = to_plain({**random._asdict(), "numpy": random.numpy and random.numpy[1]})
     return packed
 
 
 def unpack_random(packed: dict[str, Any]) -> RandomState:
     """The inverse of `pack_random`."""
-    random = RandomState._make(map(plain_state.unpack(packed).__getitem__, RandomState._fields))
+    random = RandomState._make(map(from_plain(packed).__getitem__, RandomState._fields))
     return random._replace(numpy=random.numpy and (b"", random.numpy))
 
 
 def _pack_object(told: bytes) -> dict[str, Any]:
-    return {"state": plain_state.pack(pickle.loads(told))}
+    return {"state": to_plain(pickle.loads(told))}
 
 
 def _unpack_object(packed: dict[str, Any]) -> bytes:
-    return dumped(plain_state.unpack(packed["state"]), ByIdPickler)
+    return dumped(from_plain(packed["state"]), ByIdPickler)
 
 
 def _pack_entry(entry: Task | Resumed) -> dict[str, Any]:
     if isinstance(entry, Resumed):
         return _RESUMED.pack(entry)  # type: ignore[no-any-return]
-    return {"task_id": entry.task_id, "indices": plain_state.pack(entry.indices.indices), "digest": entry.digest}
+    return {"task_id": entry.task_id, "indices": to_plain(entry.indices.indices), "digest": entry.digest}
 
 
 def _unpack_entry(packed: dict[str, Any]) -> Task | Resumed:
     if "task_id" not in packed:
         resumed: Resumed = _RESUMED.unpack(packed)
         return resumed
-    digest, drawn = packed["digest"], Drawn(codec.encode(plain_state.unpack(packed["indices"])), 0)
+    digest, drawn = packed["digest"], Drawn(codec.encode(from_plain(packed["indices"])), 0)
     return Task(packed["task_id"], drawn, digest=digest)
 
 
@@ -398,7 +437,7 @@ _START = _record(
     Start,
     moment=_MOMENT,
     own=_record(OwnState, sampler=_OBJECT, iterator=_OBJECT),
-    first=_Form(plain_state.pack, plain_state.unpack),
+    first=_Form(to_plain, from_plain),
     drawing=_maybe(_MOMENT),
 )
 _BEGIN = _record(EpochBegin, starts=_each(_START), stages=_STAGES)

@@ -19,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rayloader
 from framework_data import Augmented, Model, Numbers, Quiet, Sums, seed
+from rayloader.frameworks import readers
 from simulated_device import SimulatedAccelerator
 
 full = pytest.mark.full
@@ -240,8 +241,8 @@ def test_losses_over_a_cache_are_those_without():
     assert (kept.stats().present, kept.stats().built, kept.stats().hits) == (160, 160, 160)
 
 
-def test_without_a_patch_one_warning_names_the_remedy(monkeypatch):
-    monkeypatch.setattr("rayloader.frameworks.rebuilt._warned", False)
+def test_without_a_patch_one_warning_names_the_remedy():
+    readers._warn_of_rebuilt.cache_clear()
     with pytest.warns(UserWarning, match=r"rebuilt as torch.*; call rayloader.patch\(\)"):
         _, loader = prepared(rayloader.DataLoader, 2)
     assert type(loader.base_dataloader) is DataLoader
@@ -251,7 +252,7 @@ def test_without_a_patch_one_warning_names_the_remedy(monkeypatch):
 @pytest.mark.parametrize("is_patched", [True, False])
 @pytest.mark.parametrize("num_processes", [2, 1])
 def test_a_rank_whose_part_would_be_dealt_out_to_all_is_an_error(is_patched, num_processes, monkeypatch):
-    monkeypatch.setattr("rayloader.frameworks.rebuilt._warned", True)  # that it becomes torch's without a patch
+    monkeypatch.setattr(readers, "_warn_of_rebuilt", lambda _: None)  # that it becomes torch's without a patch
     accelerator = Accelerator(cpu=True)
     PartialState._shared_state["num_processes"] = num_processes  # the others are not asked before the first batch
     own = {"num_replicas": 2, "rank": 0}

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import rayloader
 from framework_data import HANG_LIMIT, Augmented, Model, Numbers, Sums, recorded, seed
+from rayloader.frameworks import readers
 
 full = pytest.mark.full
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -86,7 +87,7 @@ def test_ray_train(trainer, monkeypatch):
 
     expected = batches(DataLoader(Sums(), 8, shuffle=True, num_workers=2))
     assert len(expected) == 10
-    monkeypatch.setattr("rayloader.frameworks.rebuilt._warned", False)
+    readers._warn_of_rebuilt.cache_clear()
     with pytest.warns(UserWarning, match="was rebuilt as"):
         trainer.prepare_data_loader(rayloader.DataLoader(Sums(), num_workers=2))
     kinds = recorded(monkeypatch, rayloader.DataLoader)

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 import rayloader
 from documents import ROOT, commands_of
-from rayloader.cli import doctor
-from rayloader.cli.commands import app
+from rayloader.cli import application, doctor
 
 HANG_LIMIT = 500  # seconds; on expiry subprocess.run kills the program and raises
 README = commands_of((ROOT / "README.md").read_text())
@@ -31,7 +30,7 @@ def run(monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
 
     def run(*arguments):
-        result = CliRunner().invoke(app, arguments)
+        result = CliRunner().invoke(application(), arguments)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result
 
@@ -156,7 +155,7 @@ def test_the_readmes_commands_run_as_they_stand(run, line, tmp_path, monkeypatch
     ("name", "message"),
     [
         ("cli_data", "an object must be named as module:name or file.py:name, got 'cli_data'"),
-        FULL("cli_data:empty", "the dataset gives no batch"),
+        FULL("cli_data:empty", "the dataset gives too few batches"),
         FULL("cli_data:raises", "ValueError: no such file"),
     ],
 )

@@ -589,7 +589,7 @@ def test_a_wait_for_which_there_is_no_descriptor_says_so_and_can_be_repeated(mon
 
 @pytest.mark.parametrize("value", ["forks", "", None, 1, True, "Ray"])
 def test_a_kind_of_workers_that_does_not_exist(value):
-    with pytest.raises(ValueError, match="workers must be 'auto', 'ray' or 'fork', got "):
+    with pytest.raises(ValueError, match="workers must be 'auto' or 'ray' or 'fork', got "):
         load(Drawing(), workers=value)
 
 

@@ -59,7 +59,6 @@ def test_epochs_are_counted_and_told_apart():
     assert counts(found.total) == (6, 20, 640)
     assert [worker.build.count for worker in found.epoch.workers] == [2, 1]
     assert {worker.lane for worker in found.epoch.workers} == {"line, arena"}
-    assert all(worker.depth >= 1 for worker in found.epoch.workers)
     assert {slow.batch for slow in found.epoch.slowest} == {0, 1, 2}
     assert "[8, 9]" in {slow.indices for slow in found.epoch.slowest}
     assert [one.epoch for one in found.epochs] == [0, 1]

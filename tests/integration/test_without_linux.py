@@ -2,7 +2,7 @@
 
 import pytest
 
-import rayloader.loader
+import rayloader.options
 from rayloader import DataLoader, StateError
 from taken_away import WAYS
 from test_scripts import finish, start
@@ -18,7 +18,7 @@ def test_a_state_of_persistent_workers_is_refused_where_they_cannot_go_on(monkey
     loader, other = (DataLoader([*range(4)], num_workers=1, persistent_workers=True) for _ in range(2))
     assert len([*loader]) == 4
     state = loader.state_dict()
-    monkeypatch.setattr(rayloader.loader, "lacking", lambda: "no forks")
+    monkeypatch.setattr(rayloader.options, "lacking", lambda: "no forks")
     other.load_state_dict(state)
     with pytest.raises(StateError, match="what persistent workers have built can't be continued with torch's own"):
         iter(other)

@@ -31,8 +31,7 @@ import rayloader
 from rayloader import CacheError, CacheStats, cached
 from rayloader.data import cached as module
 from rayloader.data import sample_store
-from rayloader.observe.stats import LoaderStats, Period, Times
-from rayloader.observe.verdict import verdict
+from rayloader.observe.stats import LoaderStats, Period, Times, verdict
 from rayloader.transport import memory_file
 from rayloader.transport.pickler import ByValuePickler, dumped
 

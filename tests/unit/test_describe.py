@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler
 
 from rayloader import DataLoader, StateError
-from rayloader.cli.inspecting import described
+from rayloader.cli.states import described
 from rayloader.resume.checkpoint import fits_any_ranks, fits_any_workers
 from rayloader.resume.state import VERSION, State
 from states import Stream, saved

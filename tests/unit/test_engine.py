@@ -113,7 +113,7 @@ class Epoch:
             dynamic=self.options.dynamic,
             max_restarts=self.options.max_worker_restarts,
         )
-        self.tally = Tally(num_workers, len(self.fleet.hosts), self.options.prefetch_factor)
+        self.tally = Tally(num_workers, self.options.prefetch_factor)
         self.engine = Engine(
             self.fleet,  # type: ignore[arg-type]
             self.schedule,

@@ -4,6 +4,7 @@ tests/frameworks has the real ones.
 """
 
 import copy
+import importlib.util
 import inspect
 import multiprocessing
 import pickle
@@ -21,7 +22,7 @@ import rayloader
 from rayloader._compat import BaseIterator, DatasetKind, MultiProcessIterator, SingleProcessIterator
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import OfOneProcess
-from rayloader.frameworks import adopted, rebuilt
+from rayloader.frameworks import adopted, patching, readers
 from rayloader.loader import WorkerCount
 from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments
@@ -62,8 +63,8 @@ def imported(name):
 
 
 @pytest.fixture(autouse=True)
-def all_is_put_back(monkeypatch):
-    monkeypatch.setattr(rebuilt, "_warned", False)
+def all_is_put_back():
+    readers._warn_of_rebuilt.cache_clear()
     before = [dict(vars(loader_class)) for loader_class in PATCHED]
     yield
     assert [dict(vars(loader_class)) for loader_class in PATCHED] == before
@@ -241,6 +242,12 @@ def test_loaders_of_derived_classes_keep_their_class_and_get_our_iterators(loade
     assert len(made) == 5
 
 
+def test_iterators_of_derived_classes_stay_as_they_are(made):
+    with rayloader.patch():
+        assert type(iter(OfItsOwn(DATASET))) is OfOthers
+    assert not made
+
+
 def test_their_iterators_have_the_arguments_of_the_patch():
     class Faulty(list):
         def __getitem__(self, index):
@@ -304,7 +311,6 @@ class Threads(multiprocessing.context.SpawnContext):
 @pytest.mark.parametrize(
     ("make", "defaults", "reason"),
     [
-        (lambda: OfItsOwn(DATASET, num_workers=1), {}, "its iterators are of a class of their own, .*OfOthers; create"),
         (
             lambda: Derived(DATASET, num_workers=1, multiprocessing_context=Threads()),
             {},
@@ -316,7 +322,7 @@ class Threads(multiprocessing.context.SpawnContext):
             "num_replicas and rank divide the data of a rayloader.DataLoader alone; create one",
         ),
     ],
-    ids=["iterators of its own", "threads", "ranks"],
+    ids=["threads", "ranks"],
 )
 def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults, reason, monkeypatch, made):
     adopted.warn_of_torchs.cache_clear()
@@ -526,10 +532,10 @@ def test_defaults_are_checked_at_once(defaults, error, text):
 
 def test_without_torchdata(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    monkeypatch.delitem(sys.modules, "rayloader.frameworks.stateful", raising=False)
-    with rayloader.patch():
-        assert type(DataLoader(DATASET)) is rayloader.DataLoader
-        assert type(StatefulDataLoader(DATASET)) is StatefulDataLoader
+    spec = importlib.util.spec_from_file_location("copy_of_patching", patching.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    assert {DataLoader: rayloader.DataLoader} == anew._REPLACED
 
 
 # ---- the warning

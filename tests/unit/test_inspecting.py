@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from documents import ROOT, commands_of
-from rayloader.cli.commands import app
-from rayloader.cli.inspecting import described
+from rayloader.cli import application
+from rayloader.cli.states import described
 from states import of_ranks, saved
 
 
@@ -20,7 +20,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*arguments):
-        result = CliRunner().invoke(app, arguments)
+        result = CliRunner().invoke(application(), arguments)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         assert all(len(line) <= 80 for line in result.output.splitlines() if not line.startswith((" ", "{", "[")))
         return result
@@ -40,8 +40,8 @@ def test_show_tells_what_a_state_is(run):
     write(saved(3, shuffle=True, skip_steps=[7]), "state.pt")
     result = run("show", "state.pt")
     assert result.exit_code == 0
-    assert words(result.stdout).startswith("epoch 0 step 3 num_workers 2 fits batch_size: 4, ")
-    assert "skip_steps [[0; 7]]" in words(result.stdout)
+    assert words(result.stdout).startswith('epoch 0 step 3 num_workers 2 fits {"batch_size": 4, ')
+    assert "skip_steps [[0, 7]]" in words(result.stdout)
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
@@ -55,7 +55,7 @@ def test_show_tells_the_states_of_all_ranks(run):
     states = of_ranks(4)
     torch.save([state.pack() for state in states], "ranks.pt")
     told = words(run("show", "ranks.pt").stdout)
-    assert "num_replicas: 4, rank: 0 (rank 0; --json tells the others)" in told
+    assert '"num_replicas": 4, "rank": 0} (rank 0; --json tells the others)' in told
     assert json.loads(run("show", "ranks.pt", "--json").stdout) == list(map(described, states))
 
 
@@ -91,19 +91,18 @@ def test_the_command_of_the_page_runs_as_it_stands(run):
 @pytest.mark.parametrize("char", ["\x1b", "\x07", "\x9b", "\r", "\u202e", "\ud800"])
 def test_what_a_file_holds_does_not_reach_the_terminal_as_a_command(run, char):
     """Neither to move its cursor, nor to set its title, nor to write from right to left."""
-    escaped = char.encode("unicode_escape").decode()
     state = saved(num_workers=0)
     odd = state._replace(versions={f"a{char}]2;": f"{char}[2J"}, fits=state.fits._replace(seeding=f"x{char}"))
     write(odd, "odd.pt")
     result = run("show", "odd.pt")
     assert char not in result.stdout
-    assert f"{escaped}[2J" in result.stdout
+    assert f"{json.dumps(char)[1:-1]}[2J" in result.stdout
     torch.save({"name": [odd.pack(), f"x{char}"], f"k{char}": odd.pack()}, "two.pt")
     result = run("show", "two.pt")
     assert char not in result.stderr
-    assert f"k{escaped}" in words(result.stderr)
+    assert f"k{char.encode('unicode_escape').decode()}" in words(result.stderr)
 
 
 def test_text_in_a_state_is_no_markup(run):
     write(saved()._replace(versions={"[bold]x[/]": "[red]1"}), "a.pt")
-    assert "[bold]x[/]: [red]1" in words(run("show", "a.pt").stdout)
+    assert '"[bold]x[/]": "[red]1"' in words(run("show", "a.pt").stdout)

@@ -20,8 +20,8 @@ from arrow_tables import CATEGORIES, INDICES, PARTS, TREES, categories, plain, s
 from rayloader import ParquetStream, RayloaderError, ShuffleBuffer, StateError
 from rayloader.data import parquet as module
 from rayloader.host.shard_info import Reader
-from rayloader.plain_state import pack, unpack
 from rayloader.plans import PackedStream
+from rayloader.resume.state import from_plain, to_plain
 
 # Row groups of the files that most tests read: 100 rows in 9 groups, of unequal length.
 GROUPS = [[7, 20, 1], [30], [5, 5, 11, 20, 1]]
@@ -305,9 +305,9 @@ def states_of(kind, state):
         case "pickle":
             return pickle.loads(pickle.dumps(state))
         case "file":
-            torch.save(pack(state), file := io.BytesIO())
+            torch.save(to_plain(state), file := io.BytesIO())
             file.seek(0)
-            return unpack(torch.load(file, weights_only=True))
+            return from_plain(torch.load(file, weights_only=True))
 
 
 STREAMS = [

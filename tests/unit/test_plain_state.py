@@ -12,7 +12,7 @@ import torch
 
 from rayloader import StateError
 from rayloader.errors import NESTING
-from rayloader.plain_state import pack, unpack
+from rayloader.resume.state import from_plain, to_plain
 
 STATES = [
     {"a": 1, "b": [2.5, None, True, (b"x", "y")]},
@@ -42,10 +42,10 @@ def same(a, b):
 @pytest.mark.parametrize("state", STATES, ids=lambda state: type(state).__name__)
 def test_a_state_comes_back_from_a_file(state):
     file = io.BytesIO()
-    torch.save(pack(state), file)
+    torch.save(to_plain(state), file)
     file.seek(0)
-    assert same(unpack(torch.load(file, weights_only=True)), state)
-    assert same(unpack(pickle.loads(pickle.dumps(pack(state)))), state)
+    assert same(from_plain(torch.load(file, weights_only=True)), state)
+    assert same(from_plain(pickle.loads(pickle.dumps(to_plain(state)))), state)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ def test_a_state_comes_back_from_a_file(state):
 )
 def test_what_torch_has_not_is_left_as_it_is(state):
     """Its file is then torch's matter."""
-    assert pack(state) is state
+    assert to_plain(state) is state
 
 
 def test_an_array_is_packed_and_unpacked_as_a_copy():
     array = np.arange(3)
-    packed = pack(array)
+    packed = to_plain(array)
     array += 1
-    first = unpack(packed)
+    first = from_plain(packed)
     first += 1
-    assert unpack(packed).tolist() == [0, 1, 2]
+    assert from_plain(packed).tolist() == [0, 1, 2]
 
 
 def nested(kind, levels):
@@ -85,16 +85,16 @@ def nested(kind, levels):
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
 def test_a_state_is_nested_to_a_limit_and_can_be_used_that_far(kind):
-    packed = pack(nested(kind, NESTING))
-    assert unpack(packed) == nested(kind, NESTING)
+    packed = to_plain(nested(kind, NESTING))
+    assert from_plain(packed) == nested(kind, NESTING)
     copy.deepcopy(packed)
     torch.save(packed, io.BytesIO())
     with pytest.raises(StateError, match="levels deep"):
-        pack(nested(kind, NESTING + 1))
+        to_plain(nested(kind, NESTING + 1))
 
 
 def test_a_state_that_holds_itself_is_refused():
     state = [1]
     state.append({"list": [state]})
     with pytest.raises(StateError, match="hold itself"):
-        pack(state)
+        to_plain(state)

@@ -301,13 +301,16 @@ def test_where_the_length_is_not_known_lightning_says_whether_the_epoch_is_over(
     assert loop.fetcher.held == [following if last else [rest[0].tolist(), None]]
 
 
-def test_lightning_is_told_what_skipped_steps_cost():
-    from rayloader.frameworks.readers import LightningReader
+def test_lightning_is_told_what_skipped_steps_cost(monkeypatch):
+    from rayloader.frameworks import readers
 
     class Loop:
         pass
 
-    loop = Loop()
+    fetcher, loop = Loop(), Loop()
+    loader = rayloader.DataLoader(range(4), skip_steps=[1])
+    monkeypatch.setattr(readers, "find_reader", lambda: readers.LightningReader(fetcher, loop))
     with pytest.warns(UserWarning, match="Lightning counts the batches of an epoch, and one that skip_steps"):
-        LightningReader(Loop(), loop).note_skips()
-    LightningReader(Loop(), None).note_skips()  # it works for something else than a training
+        readers.read(loader)
+    monkeypatch.setattr(readers, "find_reader", lambda: readers.LightningReader(fetcher, None))
+    readers.read(loader)  # it works for something else than a training

@@ -69,7 +69,7 @@ def test_the_page_has_the_public_names_and_no_others():
 
 
 def test_what_the_package_gives_by_name_is_what_it_names():
-    assert {*rayloader._PARTS} - {*rayloader.__all__} == NEEDS_PYARROW
+    assert {*rayloader._MODULES} - {*rayloader.__all__} == NEEDS_PYARROW
     assert {*rayloader.errors.__all__} <= {*rayloader.__all__}
 
 

@@ -102,7 +102,7 @@ assert [int(batch) for batch in loader] == [0, 1, 2, 3]
 for named in {"worker_method": "x"}, {"unknown": 1}:
     assert message(rayloader.DataLoader, **named) == message(data.DataLoader, **named) != None, named
 kind, text = message(rayloader.DataLoader, worker_method="thread")
-assert kind == "ValueError" and "rayloader's are processes" in text
+assert kind == "ValueError" and "rayloader has processes" in text
 """
 
 
