@@ -29,7 +29,6 @@ import importlib.metadata
 import inspect
 import os
 import platform
-import reprlib
 import signal
 import warnings
 from collections.abc import Iterator
