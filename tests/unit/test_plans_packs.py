@@ -298,7 +298,7 @@ def test_a_file_of_others_is_not_read(tmp_path):
     rayloader.lengths(Texts([1]), size_of, where=tmp_path, key="a")
     (file,) = tmp_path.iterdir()
     os.chmod(file, 0o666)
-    with pytest.raises(rayloader.CacheError, match="may be written to by others"):
+    with pytest.raises(rayloader.CacheError, match="to which nobody else may write; it has mode 100666"):
         rayloader.lengths(Texts([1]), size_of, where=tmp_path, key="a")
 
 
