@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 from torch.utils.data import Dataset
 
-from rayloader.data.columns import Converter, Form, cast, check_alike, paths_of, plain
-from rayloader.data.rows import Row
+from rayloader.data.columns import Converter, Form, Row, cast, check_alike, paths_of, plain
 from rayloader.errors import ReplicaError
 
 _SUFFIXES = (".arrow", ".feather", ".ipc")
@@ -40,6 +39,7 @@ class ArrowDataset(Dataset[Row]):
 
     Raises:
         TypeError: an argument, or a column, is of a wrong type.
+        KeyError: there is no such column.
         ValueError: an argument has a wrong value, the files differ in their columns, or one is compressed.
         FileNotFoundError: there is no such file, or none in the folder.
     """
@@ -98,14 +98,11 @@ class ArrowDataset(Dataset[Row]):
         return self._converter.rows(table)
 
     def _places(self, indices: Sequence[int]) -> np.ndarray[Any, Any]:
-        places = np.asarray(indices, None if len(indices) else np.int64)
-        if places.ndim != 1 or places.dtype.kind not in "iu":
-            raise TypeError(f"an index of an ArrowDataset must be a whole number, got {indices!r:.200}")
-        length = len(self)
+        places, length = np.asarray(indices, None if len(indices) else np.int64), len(self)
         wrong = (places < -length) | (places >= length)
         if wrong.any():
             raise IndexError(f"ArrowDataset index {places[wrong.argmax()]} is out of range for {length} rows")
-        return places.astype(np.int64) % max(1, length)
+        return places.astype(np.int64, casting="same_kind") % max(1, length)
 
     def _taken(self, places: np.ndarray[Any, Any]) -> pa.Table:
         """These rows, in memory of their own.
@@ -143,15 +140,15 @@ def _mapped(path: str) -> pa.Table:
         table = (pa.ipc.open_file if file.slice(0, 4) == b"ARRO" else pa.ipc.open_stream)(file).read_all()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} cannot be read, it is damaged, not whole, or no Arrow file: {error}; read other files into a "
-            "table, as by pyarrow.parquet.read_table, and give that, or use a rayloader.ParquetStream"
+            f"{path} must be a whole Arrow file, and cannot be read: {error}; give the table that is read from another "
+            "file, as by pyarrow.parquet.read_table, or use a rayloader.ParquetStream"
         ) from error
     chunks = [chunk for column in table.slice(0, 1).columns for chunk in column.chunks]
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers() if buffer]
     if not all(file.address <= buffer.address < file.address + file.size for buffer in buffers):
         raise ValueError(
-            f"files of an ArrowDataset are mapped, and {path} is compressed; write it without compression, or give the "
-            "table that pyarrow.feather.read_table reads"
+            f"files are mapped, and {path} is compressed; write it without compression, or give the table that "
+            "pyarrow.feather.read_table reads"
         )
     return table
 
@@ -162,6 +159,6 @@ def _mapped_again(path: str, nbytes: int) -> pa.Table:
     if here != nbytes:
         raise ReplicaError(
             f"{path}, a file of an ArrowDataset, has {here} bytes here, and had {nbytes} when the dataset was made; "
-            "each node needs the same files under the same paths, and for other files the dataset must be made again"
+            "each node needs the same file under that path, and for another one the dataset must be made again"
         )
     return _mapped(path)

@@ -50,7 +50,6 @@ from rayloader.random.search import search, walk
 from rayloader.resume.wrapped import pass_on
 from rayloader.transport import codec
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
-from rayloader.transport.raw import memory
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -244,10 +243,9 @@ class CachedDataset(Dataset[_T]):
     def _compare(self, number: int, sample: _T) -> None:
         if _content_of(_as_read(sample)) != _content_of(_as_read(self._build([number])[0])):
             raise CacheError(
-                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, so that "
-                f"the cache {self._where} would give other batches. Something it depends on has changed (an attribute, "
-                "a file, the time): make a new cache, in a folder by another key=, or apply what changes to the "
-                "samples of the cache"
+                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, because "
+                "an attribute, a file or the like has changed; make a new cache, in a folder by another key=, or apply "
+                "what changes to the samples of the cache"
             )
 
     def _build(self, numbers: list[int]) -> list[_T]:
@@ -261,9 +259,10 @@ class CachedDataset(Dataset[_T]):
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
             samples = ask(self.dataset, numbers)
             if not isinstance(samples, list) or len(samples) != len(numbers):
+                kind = type(self.dataset).__name__
                 raise CacheError(
-                    f"__getitems__ of the cached {type(self.dataset).__name__} must return a list of {len(numbers)} "
-                    f"samples, got {type(samples).__name__}; cache a dataset that gives samples one by one"
+                    f"__getitems__ of the cached {kind} must return a list of {len(numbers)} samples, got "
+                    f"{type(samples).__name__}; cache a dataset that gives samples one by one"
                 )
         else:
             samples = one_by_one(self.dataset, numbers)
@@ -273,9 +272,8 @@ class CachedDataset(Dataset[_T]):
         if not RandomState.capture(generators, before).equals(before):
             which = f"sample {numbers[0]}" if len(numbers) == 1 else f"one of samples {numbers[:8]}"
             raise CacheError(
-                f"{which} of the cached {type(self.dataset).__name__} draws from a random generator, so that it is "
-                "another one each time, or a thread beside it does; cache what comes before the random part, and apply "
-                "that to the samples of the cache; let threads use generators of their own"
+                f"{which} of the cached {type(self.dataset).__name__} draws from a random generator, or a thread does; "
+                "cache what comes before the random part, and let threads use generators of their own"
             )
         return samples  # type: ignore[no-any-return]
 
@@ -384,6 +382,5 @@ def _tensor(tensor: torch.Tensor) -> str:
         if not plain or tensor.device.type == "meta":
             return ""
         whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        content = memory(whole.data_ptr(), whole.nbytes, whole) if whole.nbytes else b""
-        kind = type(tensor).__qualname__
-        return f"{kind} {tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
+        content = hashlib.sha256(whole.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+        return f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)} {content}"

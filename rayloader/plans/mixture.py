@@ -99,8 +99,7 @@ class Mixture(Plan):
         self.shuffle = shuffle
         self.size = check_whole("epoch_size", self._end(stop) if epoch_size is None else epoch_size, 1)
         self._streams: Latest[int, Stream] = Latest()
-        # What `_before` gave: the same, whoever asks first.
-        self._known = {0: np.zeros(len(self._sizes), np.int64)}
+        self._known = 0, np.zeros(len(self._sizes), np.int64)  # an epoch, and what `_before` gave for it
 
     def counts(self, step: int) -> Array:
         """How often each source has been read after so many samples, counted over all epochs.
@@ -123,24 +122,19 @@ class Mixture(Plan):
         return max(1, math.floor(min(ends) + _NEAR) if stop == "first" else math.ceil(max(ends) - _NEAR))
 
     def _stream(self, epoch: int) -> Stream:
-        return self._streams.of(epoch, self._new_stream)
+        def new(_: int) -> Stream:
+            return Stream(self._shares, epoch * self.size, self._before(epoch), self._before(epoch + 1))
 
-    def _new_stream(self, epoch: int) -> Stream:
-        bounds = epoch * self.size, (epoch + 1) * self.size
-        return Stream(self._shares, *bounds, self._before(epoch), self._before(epoch + 1))
+        return self._streams.of(epoch, new)
 
     def _before(self, epoch: int) -> Array:
-        """How often each source has been read before an epoch: never less than before an earlier one.
-
-        Where each is read in the epoch before, that follows from the shares; otherwise from the counts before that one.
-        """
-        first, shares, size = epoch, self._shares, self.size
-        while first not in self._known and (shares.at(first * size) - shares.at((first - 1) * size)).min() < 1:
-            first -= 1
-        counts = self._known[first] if first in self._known else _rounded(shares, first * size)
-        for number in range(first + 1, epoch + 1):
-            counts = _rounded(shares, number * size, counts)
-        self._known[epoch] = counts
+        """How often each source has been read before an epoch: never less than before an earlier one."""
+        number, counts = self._known
+        if number > epoch:
+            number, counts = 0, np.zeros_like(counts)
+        for later in range(number + 1, epoch + 1):
+            counts = _rounded(self._shares, later * self.size, counts)
+        self._known = epoch, counts
         return counts
 
     def _order(self, key: tuple[int, int]) -> Order:
@@ -295,14 +289,13 @@ class Stream:
     Args:
         shares: of the sources.
         begin: samples of all epochs before.
-        end: and with this one.
         before: how often each source was read in all epochs before.
         after: and with this one.
     """
 
-    def __init__(self, shares: Shares, begin: int, end: int, before: Array, after: Array) -> None:
+    def __init__(self, shares: Shares, begin: int, before: Array, after: Array) -> None:
         self._shares, self._begin = shares, begin
-        bounds = []
+        bounds, end = [], int(after.sum())
         for row, (first, block) in enumerate(zip(shares.begins, shares.blocks, strict=True)):
             last = min(end, shares.begins[row + 1]) if row + 1 < len(shares.begins) else end
             if last > (start := max(begin, first)):

@@ -110,9 +110,7 @@ def test_a_file_of_another_user_is_not_read(folder, tmp_path, monkeypatch):
     planted(folder, tmp_path / "bomb")
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(
-        CacheError, match=rf"tuple_the\S* must be .*, user {user} and 1 names, .* Delete it"
-    ):
+    with pytest.raises(CacheError, match=rf"tuple_the\S* must be .*, user {user} and 1 names, .* Delete it"):
         opened(folder)
     assert not (tmp_path / "bomb").exists()
 
