@@ -381,6 +381,6 @@ def _tensor(tensor: torch.Tensor) -> str:
         plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
         if not plain or tensor.device.type == "meta":
             return ""
-        whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        whole = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         content = hashlib.sha256(whole.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         return f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)} {content}"
