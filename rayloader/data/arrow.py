@@ -52,21 +52,14 @@ class ArrowDataset(Dataset[Row]):
         as_: Form = "tensors",
         fill_null: Mapping[str, Any] | None = None,
     ) -> None:
-        self._files: list[tuple[str, int]] = []  # their paths, and how many bytes they have
-        self._table: pa.Table | None = None
-        if hasattr(source, "__arrow_c_stream__"):
-            table = pa.table(source)
-            self._converter = Converter(table.schema, columns, as_, fill_null)
-            self._table = cast(table, self.schema).combine_chunks()
-            self._open([self._table])
-        else:
-            paths = _files_at(source)
-            self._files = [(path, os.path.getsize(path)) for path in paths]
-            tables = [_mapped(path) for path in paths]
-            self._converter = Converter(tables[0].schema, columns, as_, fill_null)
-            for path, table in zip(paths, tables, strict=True):
-                check_alike(self.schema, paths[0], plain(table.schema), path)
-            self._open(tables)
+        is_table = hasattr(source, "__arrow_c_stream__")
+        paths = [] if is_table else _files_at(source)
+        self._files = [(path, os.path.getsize(path)) for path in paths]  # and how many bytes they have
+        tables = [pa.table(source)] if is_table else [_mapped(path) for path in paths]
+        self._converter = Converter(tables[0].schema, columns, as_, fill_null)
+        for number, path in enumerate(paths):
+            check_alike(self.schema, paths[0], plain(tables[number].schema), path)
+        self._open([cast(tables[0], self.schema).combine_chunks()] if is_table else tables)
 
     def _open(self, tables: list[pa.Table]) -> None:
         batches = (batch for table in tables for batch in cast(table, self.schema).to_batches())
@@ -74,11 +67,12 @@ class ArrowDataset(Dataset[Row]):
         self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_batches", "_bounds")}
+        return {name: value for name, value in vars(self).items() if name != "_batches" or not self._files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open([_mapped_again(*file) for file in self._files] if self._table is None else [self._table])
+        if self._files:
+            self._open([_mapped_again(*file) for file in self._files])
 
     @property
     def schema(self) -> pa.Schema:
