@@ -56,8 +56,6 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 logger = logging.getLogger("rayloader")
 
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # Of the samples that a process builds, so many at first and then one in so many are built twice.
 _FIRST_BUILT, _BUILT = 2, 128
 _SEARCHED = 8  # with so many builds generators are looked for: some are created with the first samples
@@ -127,9 +125,9 @@ def cached(
 
 
 def _bytes_of(size: Any) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
-    if match is not None and match[2] in _UNITS:
-        size = int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", size) if isinstance(size, str) else None
+    if match is not None:
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
     if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or not 1 <= size < 1 << 62:
         raise ValueError(f"max_bytes must be a whole number of bytes >= 1, or such as '500MB' or '20GiB', got {size!r}")
     return int(size)
