@@ -191,14 +191,10 @@ class Mixture(Plan):
             lines[name] = shown
         wanted = np.array([self._shares.at(step) for step in (epoch * self.size + at).tolist()])
         shares, targets = (100 * (of[1:] - of[0]).T / at[1:] for of in (counts, wanted))
-        passes, most = (counts / self._sizes).T, np.argsort(-read, kind="stable")[:_SHOWN].tolist()
-        shown_shares = {self._names[source]: shares[source] for source in most}
-        shown_passes = {self._names[source]: passes[source] for source in most}
-        across = "samples of the epoch that have been read"
-        return lines, [
-            Panel("Share of each source so far", across, "% of the samples", shown_shares, at[1:], targets[most]),
-            Panel("How often each source has been read", across, "times all its samples", shown_passes, at),
-        ]
+        most = np.argsort(-read, kind="stable")[:_SHOWN].tolist()
+        values = {self._names[source]: shares[source] for source in most}
+        across, up = "samples of the epoch that have been read", "% of the samples"
+        return lines, [Panel("Share of each source so far", across, up, values, at[1:], targets[most])]
 
 
 def _size_of(name: str, source: Any) -> int:

@@ -11,7 +11,6 @@ from rayloader.options import check_whole
 from rayloader.plans.plan import Array, Batches, BatchPlan, Facts, Panel, shuffled, taking
 from rayloader.plans.sample_lengths import kept, lengths_of, narrow, sorted_windows
 
-_AT_ONCE = 1 << 20  # samples that are joined together
 TooLong = Literal["error", "skip", "truncate", "split"]
 
 
@@ -95,18 +94,14 @@ class Packing(BatchPlan):
         key = self.seed, epoch
         if self.algorithm == "concat":
             return _joined(self._lengths, self.seq_len, key, drop_last=self.drop_last)
-        count = len(self._lengths if self._kept is None else self._kept)
-        samples, sizes, tokens = np.empty(count, narrow(len(self._lengths))), [], []
-        for begin, order, lengths in sorted_windows(self._lengths, self._kept, self.window, key):
-            for row, (numbers, long) in enumerate(zip(order, lengths, strict=True)):
+        made = []
+        for _, order, lengths in sorted_windows(self._lengths, self._kept, self.window, key):
+            for numbers, long in zip(order, lengths, strict=True):
                 packs = best_fit(long, self.seq_len)
-                by_pack = np.argsort(packs, kind="stable")
-                place = begin + row * len(numbers)
-                samples[place : place + len(numbers)] = numbers[by_pack]
-                sizes.append(np.bincount(packs))
-                tokens.append(np.bincount(packs, long).astype(np.int64))
-        held = np.concatenate(tokens)
-        bounds = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+                in_packs = numbers[np.argsort(packs, kind="stable")]
+                made.append((in_packs, np.bincount(packs), np.bincount(packs, long).astype(np.int64)))
+        samples, sizes, held = map(np.concatenate, zip(*made, strict=True))
+        bounds = np.append(0, np.cumsum(sizes))
         take = taking(samples) if self._parts is None else _taking_parts(samples, *self._parts, self._lengths)
         return Batches(take, bounds, held, held, np.broadcast_to(self.seq_len, len(held)))
 
@@ -176,15 +171,9 @@ def _taking_parts(samples: Array, numbers: Array, begins: Array, lengths: Array)
 
 def _joined(lengths: Array, seq_len: int, key: tuple[int, ...], *, drop_last: bool) -> Batches:
     """All samples in random order, cut every `seq_len` tokens; the bounds count tokens."""
-    order = np.empty(len(lengths), narrow(len(lengths)))
-    ends = np.empty(len(lengths), np.int64)  # of the samples in that order, in tokens
-    total = 0
-    for begin in range(0, len(order), _AT_ONCE):
-        part = slice(begin, min(begin + _AT_ONCE, len(order)))
-        order[part] = shuffled(np.arange(part.start, part.stop), len(order), *key)
-        np.cumsum(lengths[order[part]], out=ends[part])
-        ends[part] += total
-        total = int(ends[part.stop - 1])
+    order = shuffled(np.arange(len(lengths)), len(lengths), *key).astype(narrow(len(lengths)))
+    ends = np.cumsum(lengths[order], dtype=np.int64)  # of the samples in that order, in tokens
+    total = int(ends[-1])
 
     def take(begin: int, end: int) -> list[Any]:
         first, last = np.searchsorted(ends, begin, "right"), np.searchsorted(ends, end, "left")

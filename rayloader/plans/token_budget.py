@@ -9,7 +9,7 @@ import numpy as np
 
 from rayloader.options import check_whole
 from rayloader.plans.plan import Array, Batches, BatchPlan, Facts, Panel, taking
-from rayloader.plans.sample_lengths import kept, lengths_of, narrow, sorted_windows
+from rayloader.plans.sample_lengths import kept, lengths_of, sorted_windows
 
 Cost = Callable[[Array, Array], Array]
 
@@ -81,16 +81,13 @@ class TokenBudget(BatchPlan):
         return float(1 - made.tokens.sum() / made.room.sum())
 
     def _batches(self, epoch: int) -> Batches:
-        count = len(self._lengths if self._kept is None else self._kept)
-        samples = np.empty(count, narrow(len(self._lengths)))
-        parts: list[tuple[Array, Array, Array]] = []
+        parts: list[tuple[Array, Array, Array, Array]] = []
         for begin, order, lengths in sorted_windows(self._lengths, self._kept, self.window, (self.seed, epoch)):
-            samples[begin : begin + order.size] = order.ravel()
             begins = np.sort(self._begins(lengths))
             flat = lengths.ravel()
-            parts.append((begin + begins, flat[begins], np.add.reduceat(flat, begins)))
-        begins, longest, tokens = map(np.concatenate, zip(*parts, strict=True))
-        sizes = np.diff(begins, append=count)
+            parts.append((order.ravel(), begin + begins, flat[begins], np.add.reduceat(flat, begins)))
+        samples, begins, longest, tokens = map(np.concatenate, zip(*parts, strict=True))
+        sizes = np.diff(begins, append=len(samples))
         room = sizes * longest
         costs = room if self._cost is None else np.asarray(self._cost(sizes, longest), np.float64)
         if costs.shape != sizes.shape or not (np.isfinite(costs).all() and (costs > 0).all()):
@@ -98,7 +95,7 @@ class TokenBudget(BatchPlan):
                 f"cost must give a finite number above 0 for each of {len(sizes)} batches, got {costs!r}; compute it "
                 "with the two arrays that it is given"
             )
-        return Batches(taking(samples), np.append(begins, count), costs, tokens, room)
+        return Batches(taking(samples), np.append(begins, len(samples)), costs, tokens, room)
 
     def _begins(self, lengths: Array) -> Array:
         """Where batches begin, in rows of lengths from the longest on: a step in all rows at once."""
