@@ -58,8 +58,15 @@ def pack_collate(
         fields = [name for name, value in rows[0].items() if name == "labels" or _is_along(value, ids)]
     joined: dict[str, Any] = {"input_ids": torch.cat(parts, -1).long()}
     for name in fields:
-        if name != tokens:
-            joined[name] = _joined(name, [_tensor(row[name])[..., :seq_len] for row in rows], sizes)
+        if name == tokens:
+            continue
+        along = [_tensor(row[name])[..., :seq_len] for row in rows]
+        if (found := [part.shape[-1] for part in along]) != sizes.tolist():
+            raise ValueError(
+                f"each field must be as long as the tokens, {sizes.tolist()}, and {name!r} is {found} long; name the "
+                "fields to be joined by fields="
+            )
+        joined[name] = torch.cat(along, -1)
     labels = joined.setdefault("labels", joined["input_ids"].clone())
     numbers = np.arange(len(sizes))
     total = int(sizes.sum())
@@ -208,13 +215,3 @@ def _is_along(value: Any, tokens: Any) -> bool:
 
 def _cut(value: Any, begin: int, end: int) -> Any:
     return value[..., begin:end] if hasattr(value, "shape") else value[begin:end]
-
-
-def _joined(name: str, parts: list[Tensor], sizes: Any) -> Tensor:
-    found = [part.shape[-1] for part in parts]
-    if found != sizes.tolist():
-        raise ValueError(
-            f"each field must be as long as the tokens, {sizes.tolist()}, and {name!r} is {found} long; name the "
-            "fields to be joined by fields="
-        )
-    return torch.cat(parts, -1)
