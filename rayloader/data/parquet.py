@@ -237,8 +237,10 @@ class _Files:
         total = int(self.rows.sum())
         share = total // part.count if equal_steps == "cut" else -(-total // part.count)
         if not share:
-            needed = f"a row for each of the {part.count} workers of all ranks"
-            raise ValueError(f"equal_steps={equal_steps!r} needs {needed}, and there are {total}; use fewer workers")
+            raise ValueError(
+                f"equal_steps={equal_steps!r} needs a row for each of the {part.count} workers of all ranks, and there "
+                f"are {total}; use fewer workers"
+            )
         order = np.tile(order, 2)  # the last parts may go on with the first rows
         ends = np.cumsum(self.rows[order])
         begin = part.index * share % total - (ends - self.rows[order])
