@@ -122,10 +122,7 @@ class Mixture(Plan):
         return max(1, math.floor(min(ends) + _NEAR) if stop == "first" else math.ceil(max(ends) - _NEAR))
 
     def _stream(self, epoch: int) -> Stream:
-        def new(_: int) -> Stream:
-            return Stream(self._shares, epoch * self.size, self._before(epoch), self._before(epoch + 1))
-
-        return self._streams.of(epoch, new)
+        return self._streams.of(epoch, lambda _: Stream(self._shares, self._before(epoch), self._before(epoch + 1)))
 
     def _before(self, epoch: int) -> Array:
         """How often each source has been read before an epoch: never less than before an earlier one."""
@@ -284,14 +281,14 @@ class Stream:
 
     Args:
         shares: of the sources.
-        begin: samples of all epochs before.
         before: how often each source was read in all epochs before.
         after: and with this one.
     """
 
-    def __init__(self, shares: Shares, begin: int, before: Array, after: Array) -> None:
+    def __init__(self, shares: Shares, before: Array, after: Array) -> None:
+        begin, end = int(before.sum()), int(after.sum())
         self._shares, self._begin = shares, begin
-        bounds, end = [], int(after.sum())
+        bounds = []
         for row, (first, block) in enumerate(zip(shares.begins, shares.blocks, strict=True)):
             last = min(end, shares.begins[row + 1]) if row + 1 < len(shares.begins) else end
             if last > (start := max(begin, first)):
