@@ -340,6 +340,8 @@ def _plain(kind: pa.DataType, decodes: bool) -> pa.DataType:
         return pa.struct([field.with_type(within(field.type)) for field in kind])
     if _is_fixed(kind):
         return pa.list_(kind.value_field.with_type(within(kind.value_type)), kind.list_size)
+    if types.is_map(kind):
+        return pa.map_(*(part.with_type(within(part.type)) for part in (kind.key_field, kind.item_field)))
     if _is(kind, *_LISTS):
         inner = kind.value_field.with_type(within(kind.value_type))
         return pa.list_(inner) if types.is_list(kind) else pa.large_list(inner)
