@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -56,6 +57,18 @@ def check_means(what: str) -> None:
 def is_whole(value: Any) -> bool:
     """Whether it is a whole number; True is not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: Any, least: int) -> int:
+    """A whole number that the user gave, perhaps one of NumPy's.
+
+    Raises:
+        ValueError: it is none, or is less than `least`.
+    """
+    number = int(value) if is_whole(value) or isinstance(value, np.integer) else least - 1
+    if number < least:
+        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+    return number
 
 
 class OwnArguments(TypedDict, total=False):

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 from torch.utils.data import Dataset
 
-from rayloader.data.columns import Converter, Form, cast, check_alike, paths_of, plain
-from rayloader.data.rows import Row
+from rayloader.data.columns import Converter, Form, Row, cast, check_alike, paths_of, plain
 from rayloader.errors import ReplicaError
 
 _SUFFIXES = (".arrow", ".feather", ".ipc")
@@ -40,6 +39,7 @@ class ArrowDataset(Dataset[Row]):
 
     Raises:
         TypeError: an argument, or a column, is of a wrong type.
+        KeyError: there is no such column.
         ValueError: an argument has a wrong value, the files differ in their columns, or one is compressed.
         FileNotFoundError: there is no such file, or none in the folder.
     """
@@ -52,21 +52,14 @@ class ArrowDataset(Dataset[Row]):
         as_: Form = "tensors",
         fill_null: Mapping[str, Any] | None = None,
     ) -> None:
-        self._files: list[tuple[str, int]] = []  # their paths, and how many bytes they have
-        self._table: pa.Table | None = None
-        if hasattr(source, "__arrow_c_stream__"):
-            table = pa.table(source)
-            self._converter = Converter(table.schema, columns, as_, fill_null)
-            self._table = cast(table, self.schema).combine_chunks()
-            self._open([self._table])
-        else:
-            paths = _files_at(source)
-            self._files = [(path, os.path.getsize(path)) for path in paths]
-            tables = [_mapped(path) for path in paths]
-            self._converter = Converter(tables[0].schema, columns, as_, fill_null)
-            for path, table in zip(paths, tables, strict=True):
-                check_alike(self.schema, paths[0], plain(table.schema), path)
-            self._open(tables)
+        is_table = hasattr(source, "__arrow_c_stream__")
+        paths = [] if is_table else _files_at(source)
+        self._files = [(path, os.path.getsize(path)) for path in paths]  # and how many bytes they have
+        tables = [pa.table(source)] if is_table else [_mapped(path) for path in paths]
+        self._converter = Converter(tables[0].schema, columns, as_, fill_null)
+        for number, path in enumerate(paths):
+            check_alike(self.schema, paths[0], plain(tables[number].schema), path)
+        self._open([cast(tables[0], self.schema).combine_chunks()] if is_table else tables)
 
     def _open(self, tables: list[pa.Table]) -> None:
         batches = (batch for table in tables for batch in cast(table, self.schema).to_batches())
@@ -74,11 +67,12 @@ class ArrowDataset(Dataset[Row]):
         self._bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_batches", "_bounds")}
+        return {name: value for name, value in vars(self).items() if name != "_batches" or not self._files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open([_mapped_again(*file) for file in self._files] if self._table is None else [self._table])
+        if self._files:
+            self._open([_mapped_again(*file) for file in self._files])
 
     @property
     def schema(self) -> pa.Schema:
@@ -98,14 +92,11 @@ class ArrowDataset(Dataset[Row]):
         return self._converter.rows(table)
 
     def _places(self, indices: Sequence[int]) -> np.ndarray[Any, Any]:
-        places = np.asarray(indices, None if len(indices) else np.int64)
-        if places.ndim != 1 or places.dtype.kind not in "iu":
-            raise TypeError(f"an index of an ArrowDataset must be a whole number, got {indices!r:.200}")
-        length = len(self)
+        places, length = np.asarray(indices, None if len(indices) else np.int64), len(self)
         wrong = (places < -length) | (places >= length)
         if wrong.any():
             raise IndexError(f"ArrowDataset index {places[wrong.argmax()]} is out of range for {length} rows")
-        return places.astype(np.int64) % max(1, length)
+        return places.astype(np.int64, casting="same_kind") % max(1, length)
 
     def _taken(self, places: np.ndarray[Any, Any]) -> pa.Table:
         """These rows, in memory of their own.
@@ -143,15 +134,15 @@ def _mapped(path: str) -> pa.Table:
         table = (pa.ipc.open_file if file.slice(0, 4) == b"ARRO" else pa.ipc.open_stream)(file).read_all()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} cannot be read, it is damaged, not whole, or no Arrow file: {error}; read other files into a "
-            "table, as by pyarrow.parquet.read_table, and give that, or use a rayloader.ParquetStream"
+            f"{path} must be a whole Arrow file, and cannot be read: {error}; give the table that is read from another "
+            "file, as by pyarrow.parquet.read_table, or use a rayloader.ParquetStream"
         ) from error
     chunks = [chunk for column in table.slice(0, 1).columns for chunk in column.chunks]
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers() if buffer]
     if not all(file.address <= buffer.address < file.address + file.size for buffer in buffers):
         raise ValueError(
-            f"files of an ArrowDataset are mapped, and {path} is compressed; write it without compression, or give the "
-            "table that pyarrow.feather.read_table reads"
+            f"files are mapped, and {path} is compressed; write it without compression, or give the table that "
+            "pyarrow.feather.read_table reads"
         )
     return table
 
@@ -162,6 +153,6 @@ def _mapped_again(path: str, nbytes: int) -> pa.Table:
     if here != nbytes:
         raise ReplicaError(
             f"{path}, a file of an ArrowDataset, has {here} bytes here, and had {nbytes} when the dataset was made; "
-            "each node needs the same files under the same paths, and for other files the dataset must be made again"
+            "each node needs the same file under that path, and for another one the dataset must be made again"
         )
     return _mapped(path)

@@ -7,31 +7,41 @@ keeps more of what will be asked for. This module does not import Ray; any threa
 
 NOTE [Which file]. In memory, the file belongs to the process that has made the cache, and ends with it. Forks have it;
 other processes of the node open it through `/proc`, and those of another node have one of their own, which belongs to
-all of them: each looks for it among the files that processes there have open, and the first one makes it. In a folder,
-each node has a file of its own, named by the dataset's class and length, and by what the user calls its samples.
+all of them: each looks for it among the files that processes there have open, and whoever finds none makes one. Where
+several make one at the same moment, all use the oldest, by the time in its name. In a folder, each node has a file of
+its own, named by the dataset's class and length, and by what the user calls its samples.
+
+NOTE [Content]. Samples are compared by their content, as bytes. Equal ones have the same content, in one process:
+whichever of their parts are one object, in whatever order their sets are, wherever in memory their tensors lie. Classes
+and functions count by their names.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import logging
 import operator
 import os
 import re
 import secrets
-import socket
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import finalize
 
+import cloudpickle
 import numpy as np
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from rayloader.data.content import content_of
+from rayloader._compat import no_torch_function
 from rayloader.data.sample_store import ABSENT, SampleStore
 from rayloader.data.trusted import open_own, path_in
-from rayloader.errors import CacheError, add_note
+from rayloader.errors import CacheError
 from rayloader.fetching import ask, one_by_one
 from rayloader.namespaces import attributes_in
 from rayloader.observe.stats import CacheStats
@@ -43,21 +53,14 @@ from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileE
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
-if TYPE_CHECKING:
-    _DatasetOf = Dataset
-else:  # as in loader.py: what parameters torch's classes have may change
-    _DatasetOf = {_T: Dataset}
 
 logger = logging.getLogger("rayloader")
 
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # Of the samples that a process builds, so many at first and then one in so many are built twice.
 _FIRST_BUILT, _BUILT = 2, 128
 _SEARCHED = 8  # with so many builds generators are looked for: some are created with the first samples
 # Of those that it reads, the first and then one in so many are built too.
 _READ = 1024
-_TURN_S = 0.01  # between looks at whether another process has made the node's file
 
 
 class MapStyle(Protocol[_T_co]):
@@ -113,44 +116,56 @@ def cached(
             f"cached() needs a map-style dataset, with __getitem__ and __len__, got {type(dataset).__name__}; cache "
             "what an iterable dataset reads from instead"
         )
-    count, limit = len(dataset), _bytes_of(max_bytes)
-    if where == "memory":
-        if key is not None:
-            raise ValueError("key= is of a folder: a cache in memory ends with the program; leave it out")
-        try:
-            file = MemoryFile(f"cache-{secrets.token_hex(8)}", 0, grows=True)
-        except MemoryFileError as error:
-            raise CacheError(f"there is no room for a cache of {count} samples: {error}; {_InMemory.remedy}") from error
-        return CachedDataset(dataset, _InMemory(file.address, file), count, limit)
-    kept: CachedDataset[_T] = CachedDataset(dataset, _InFolder(path_in(where, dataset, key)), count, limit)
+    if where == "memory" and key is not None:
+        raise ValueError("key= is of a folder: a cache in memory ends with the program; leave it out")
+    place = None if where == "memory" else path_in(where, dataset, key)
+    kept: CachedDataset[_T] = CachedDataset(dataset, place, len(dataset), _bytes_of(max_bytes))
     kept._store.try_again()
     return kept
 
 
 def _bytes_of(size: Any) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?i?B|)", size.strip()) if isinstance(size, str) else None
-    if match is not None and match[2] in _UNITS:
-        size = int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", size) if isinstance(size, str) else None
+    if match is not None:
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
     if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or not 1 <= size < 1 << 62:
         raise ValueError(f"max_bytes must be a whole number of bytes >= 1, or such as '500MB' or '20GiB', got {size!r}")
     return int(size)
 
 
-class CachedDataset(_DatasetOf[_T], Generic[_T]):
+class CachedDataset(Dataset[_T]):
     """A dataset with a cache, from `cached`.
 
     Attributes:
         dataset: the one that builds the samples.
     """
 
-    def __init__(self, dataset: Any, place: _InMemory | _InFolder, count: int, max_bytes: int) -> None:
+    def __init__(self, dataset: Any, place: Path | FileAddress | None, count: int, max_bytes: int) -> None:
+        """Opens the cache.
+
+        Args:
+            dataset: builds the samples.
+            place: of the file: a path without the name of the node; or in memory; None: a new one in memory.
+            count: samples.
+            max_bytes: that they may take.
+        """
         self.dataset = dataset
         pass_on(self, dataset)
-        self._place, self._count, self._max_bytes = place, count, max_bytes
+        self._where = f"in {place.parent}" if isinstance(place, Path) else "in memory"
         try:
-            self._store = place.open(count, max_bytes)
-        except (OSError, ValueError) as error:
-            raise CacheError(f"the cache {place} can't be used: {error}; {place.remedy}") from error
+            if isinstance(place, Path):
+                fd, in_memory = _file_in_folder(place)
+                finalize(self, os.close, fd)
+            else:
+                self._file = _file_in_memory(place)
+                fd, in_memory, place = self._file.fd, True, place or self._file.address
+            self._store = SampleStore(fd, count, max_bytes, in_memory=in_memory)
+        except (OSError, ValueError, MemoryFileError) as error:
+            raise CacheError(
+                f"the cache {self._where} can't be used: {error}; make room, raise this process's limits of memory and "
+                "open files (ulimit), lower max_bytes, or pass another where= or key="
+            ) from error
+        self._place, self._count, self._max_bytes = place, count, max_bytes
         self._begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -162,38 +177,29 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         return self._count
 
     def __repr__(self) -> str:
-        return f"cached({self.dataset!r}, {str(self._place)!r})"
+        return f"cached({self.dataset!r}, {self._where!r})"
 
     def __getitem__(self, index: int) -> _T:
-        number = self._number(index)
-        sample = self._store.read(number)
-        if sample is ABSENT:
-            return self._built_now([number])[0]
-        if self._is_to_be_compared():
-            self._compare(number, sample)
-        return sample  # type: ignore[no-any-return]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[_T]:
         """The samples of a batch."""
         numbers = [self._number(index) for index in indices]
         samples = list(map(self._store.read, numbers))
+        self._look()
         missing: list[int] = []
         for place, sample in enumerate(samples):
             if sample is ABSENT:
                 missing.append(place)
-            elif self._is_to_be_compared():
+                continue
+            self._read += 1
+            if self._read % _READ == 1:
                 self._compare(numbers[place], sample)
         if missing:
             built = self._built_now([numbers[place] for place in missing])
             for place, sample in zip(missing, built, strict=True):
                 samples[place] = sample
         return samples
-
-    def _is_to_be_compared(self) -> bool:
-        """Whether a sample that was read is; counts it."""
-        self._look()
-        self._read += 1
-        return self._read % _READ == 1
 
     def _look(self) -> None:
         """After a read: begins again in another process, or if the program has set an attribute of the dataset."""
@@ -212,15 +218,12 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         self._attributes = _attributes_of(self.dataset)
 
     def _number(self, index: int) -> int:
-        if not hasattr(index, "__index__"):
-            raise TypeError(f"a cached dataset is asked for whole numbers from 0 on, got {index!r}")
         if not 0 <= (number := operator.index(index)) < self._count:  # what a negative one means differs
             raise IndexError(f"index {number} is out of range for {self._count} samples, which are counted from 0 on")
         return number
 
     def _built_now(self, numbers: list[int]) -> list[_T]:
         """Samples that are not there: built, and kept."""
-        self._look()
         samples = self._build(numbers)
         for number, sample in zip(numbers, samples, strict=True):
             if self._built < _FIRST_BUILT or self._built % _BUILT == 0:
@@ -230,22 +233,17 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
                 logger.warning(
                     "rayloader: the cache %s is full: %s. The others are built each time: raise max_bytes where there "
                     "is more room, or cache smaller samples",
-                    str(self._place),  # a handler may keep what is logged
-                    str(self.stats()),
+                    self._where,
+                    str(self.stats()),  # a handler may keep what is logged
                 )
         return samples
 
     def _compare(self, number: int, sample: _T) -> None:
-        try:
-            again = self._build([number])[0]
-        except Exception as error:
-            add_note(error, f"a share of a cache's samples is built again to be compared; this was sample {number}")
-            raise
-        if content_of(_as_read(sample)) != content_of(_as_read(again)):
+        if _content_of(_as_read(sample)) != _content_of(_as_read(self._build([number])[0])):
             raise CacheError(
-                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, so that "
-                f"the cache {self._place} would give other batches. Something it depends on has changed (an attribute, "
-                f"a file, the time): {self._place.anew}, or apply what changes to the samples of the cache"
+                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, because "
+                "an attribute, a file or the like has changed; make a new cache, in a folder by another key=, or apply "
+                "what changes to the samples of the cache"
             )
 
     def _build(self, numbers: list[int]) -> list[_T]:
@@ -255,13 +253,14 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
             self._searches -= 1
             self._generators = generators = [*search({"dataset": self.dataset}).values()]
         before = self._state = RandomState.capture(generators, self._state)
-        samples: Any = None
+        samples: Any
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
             samples = ask(self.dataset, numbers)
             if not isinstance(samples, list) or len(samples) != len(numbers):
+                kind = type(self.dataset).__name__
                 raise CacheError(
-                    f"__getitems__ of the cached {type(self.dataset).__name__} must return a list of {len(numbers)} "
-                    f"samples, got {type(samples).__name__}; cache a dataset that gives samples one by one"
+                    f"__getitems__ of the cached {kind} must return a list of {len(numbers)} samples, got "
+                    f"{type(samples).__name__}; cache a dataset that gives samples one by one"
                 )
         else:
             samples = one_by_one(self.dataset, numbers)
@@ -271,9 +270,8 @@ class CachedDataset(_DatasetOf[_T], Generic[_T]):
         if not RandomState.capture(generators, before).equals(before):
             which = f"sample {numbers[0]}" if len(numbers) == 1 else f"one of samples {numbers[:8]}"
             raise CacheError(
-                f"{which} of the cached {type(self.dataset).__name__} draws from a random generator, so that it is "
-                "another one each time, or a thread beside it does; cache what comes before the random part, and apply "
-                "that to the samples of the cache; let threads use generators of their own"
+                f"{which} of the cached {type(self.dataset).__name__} draws from a random generator, or a thread does; "
+                "cache what comes before the random part, and let threads use generators of their own"
             )
         return samples  # type: ignore[no-any-return]
 
@@ -300,94 +298,87 @@ def cache_in(dataset: Any) -> CacheStats | None:
     return None
 
 
+def _file_in_folder(place: Path) -> tuple[int, bool]:
+    """Opens this node's file, and makes it if there is none; tells whether it takes memory."""
+    path = place.with_name(f"{place.name}-{os.uname().nodename}.rayloader-cache")
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
+    return fd, os.path.exists("/dev/shm") and os.fstat(fd).st_dev == os.stat("/dev/shm").st_dev
+
+
 _here: dict[str, MemoryFile] = {}  # of caches of other nodes, by name; they live as long as a process that uses them
 
 
-class _InFolder:
-    """Where a cache in a folder is: in a file that nobody else can have written, which each node has for itself."""
-
-    remedy = (
-        "name another folder, delete a file that is not one of this version, make room, or raise this process's "
-        "limits of memory and open files (ulimit)"
-    )
-
-    def __init__(self, path: Path) -> None:
-        self._given = path
-        self._path = path.with_name(f"{path.name}-{os.uname().nodename}.rayloader-cache")
-        self.anew = f"delete {self._path} to make a new cache, or pass another key="
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._given,)
-
-    def __str__(self) -> str:
-        return f"in {self._path.parent}"
-
-    def open(self, count: int, max_bytes: int) -> SampleStore:
-        """Opens this node's file, and makes it if there is none."""
-        self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
-        fd = open_own(self._path, os.O_RDWR | os.O_CREAT)
-        finalize(self, os.close, fd)
-        in_memory = os.path.exists("/dev/shm") and os.fstat(fd).st_dev == os.stat("/dev/shm").st_dev
-        return SampleStore(fd, count, max_bytes, in_memory=in_memory)
+def _file_in_memory(address: FileAddress | None) -> MemoryFile:
+    """That of an address, or the one in its place on this node, which is made if there is none; None: a new one."""
+    if address is None:
+        return MemoryFile(f"cache-{secrets.token_hex(8)}", 0, grows=True)
+    with contextlib.suppress(MemoryFileError):
+        return MemoryFile.received(open_file(address, writable=True), address.name)
+    kind = "-".join(address.name.split("-")[1:3])
+    if kind not in _here:
+        prefix = f"rayloader-{kind}-on-"
+        made = _oldest(prefix) or MemoryFile(f"{kind}-on-{time.time_ns():020}", 0, grows=True)
+        _here[kind] = _oldest(prefix) or made
+    return _here[kind]
 
 
-class _InMemory:
-    """Where a cache in memory is: in a file of the process that made it, or in one of this node."""
-
-    remedy = "raise this process's limits of memory and open files (ulimit), make room, or lower max_bytes"
-    anew = "make a new cache"
-
-    def __init__(self, address: FileAddress, file: MemoryFile | None = None) -> None:
-        self._address, self._file = address, file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._address,)
-
-    def __str__(self) -> str:
-        return "in memory"
-
-    def open(self, count: int, max_bytes: int) -> SampleStore:
-        """Opens the file, in a process that has it not."""
-        if self._file is None:
-            try:
-                self._file = MemoryFile.received(open_file(self._address, writable=True), self._address.name)
-            except MemoryFileError:
-                self._file = self._of_this_node()
-        return SampleStore(self._file.fd, count, max_bytes, in_memory=True)
-
-    def _of_this_node(self) -> MemoryFile:
-        """The file that processes of this node share, whose name begins like the original's; made if there is none."""
-        kind = self._address.name.split("-")[2]
-        if kind in _here:
-            return _here[kind]
-        with socket.socket(socket.AF_UNIX) as turn:  # its name is taken while the first one looks and makes
-            file = None
-            while file is None and not _bound(turn, f"\0rayloader-cache-{kind}"):
-                time.sleep(_TURN_S)
-                file = _found(f"rayloader-cache-{kind}-")  # a fork of the first one may keep the name
-            if file is None and (file := _found(f"rayloader-cache-{kind}-")) is None:
-                file = MemoryFile(f"cache-{kind}", 0, grows=True)
-        return _here.setdefault(kind, file)
-
-
-def _bound(turn: socket.socket, name: str) -> bool:
-    try:
-        turn.bind(name)
-    except OSError:
-        return False
-    return True
-
-
-def _found(prefix: str) -> MemoryFile | None:
-    """A memory file that a process of this node has open."""
+def _oldest(prefix: str) -> MemoryFile | None:
+    """Of the memory files with such a name, and then a time, that processes of this node have open."""
+    links: dict[str, Path] = {}
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            target = os.readlink(link)
-            if prefix in target:
-                fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
-                if os.readlink(f"/proc/self/fd/{fd}") == target and os.fstat(fd).st_uid == os.geteuid():
-                    return MemoryFile.received(fd, target.removeprefix("/memfd:").removesuffix(" (deleted)"))
-                os.close(fd)  # the number has become another file's meanwhile, or another user has taken the name
-        except OSError:  # of another user, or closed meanwhile
-            continue
+        with contextlib.suppress(OSError):  # of another user, or closed meanwhile
+            if prefix in (target := os.readlink(link)):
+                links[target] = link
+    for target, link in sorted(links.items()):
+        with contextlib.suppress(OSError):
+            fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+            if os.readlink(f"/proc/self/fd/{fd}") == target and os.fstat(fd).st_uid == os.geteuid():
+                return MemoryFile.received(fd, target.removeprefix("/memfd:").removesuffix(" (deleted)"))
+            os.close(fd)  # the number has become another file's meanwhile, or another user has taken the name
     return None
+
+
+def _content_of(sample: Any) -> bytes:
+    """The content of a sample that can be pickled; see NOTE [Content]."""
+    try:
+        return _dumped(sample, fast=True)
+    except ValueError:  # it contains itself
+        return _dumped(sample, fast=False)
+
+
+def _dumped(sample: Any, fast: bool) -> bytes:
+    file = io.BytesIO()
+    pickler = _Content(file, protocol=5)
+    pickler.fast = fast  # does not record which parts are one object
+    pickler.dump(sample)
+    return hashlib.sha256(file.getbuffer()).digest()
+
+
+class _Content(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles a sample for its content only."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Stands for a set."""
+        return sorted(map(_content_of, obj)) if type(obj) in (set, frozenset) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How another object is described."""
+        if obj is str:  # what descriptions are made of
+            return NotImplemented
+        if isinstance(obj, (type, types.FunctionType)):
+            return str, (f"{obj.__module__}.{obj.__qualname__}",)
+        if isinstance(obj, torch.Tensor) and (described := _tensor(obj)):
+            return str, (described,), vars(obj) or None
+        return super().reducer_override(obj)
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    """A tensor, also of a class of the user's; empty if it has no plain memory."""
+    with no_torch_function():
+        plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+        if not plain or tensor.device.type == "meta":
+            return ""
+        whole = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        content = hashlib.sha256(whole.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+        return f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)} {content}"

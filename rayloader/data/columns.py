@@ -1,8 +1,14 @@
-"""Columns of Arrow's as tensors or Python objects: the one place that says what becomes of each type.
+"""Columns of Arrow's as tensors or Python objects, what becomes of each type, and rows that are cut from columns.
 
 Promise: a type, a name or a value for which there is no rule is an error when a `Converter` is made; a null for which
 there is none is an error that names column and row. Tensors have the memory that they are converted from, no copy
-of it: `take` gives memory of its own.
+of it: `take` gives memory of its own. `default_collate` of rows gives the same whether their columns are put together,
+or the values of each row are stacked, and nothing is converted that nobody has looked at. What is changed in a row
+stays changed.
+
+NOTE [collate]. torch's `default_collate` looks up the type of the first sample in its map, which is its documented way
+to add types. `Row` is in that map, so torch's loader and ours collate alike, in any process that has imported this
+module; unpickling a row does.
 """
 
 from __future__ import annotations
@@ -11,16 +17,18 @@ import functools
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from pyarrow import types
+from torch.utils.data import default_collate
 from torch.utils.dlpack import from_dlpack
 
-from rayloader.data.rows import Chunk, Row, item
+from rayloader._compat import default_collate_fn_map
+from rayloader.fetching import collates
 
 Form = Literal["tensors", "arrow"]
 
@@ -41,6 +49,7 @@ class Converter:
         fill_null: by the names of columns, what stands for a null.
 
     Raises:
+        KeyError: there is no such column.
         TypeError: an argument, or a column, is of a type for which there is no rule.
         ValueError: an argument has a value for which there is none.
 
@@ -54,29 +63,29 @@ class Converter:
     ) -> None:
         if as_ not in ("tensors", "arrow"):
             raise ValueError(f'as_ must be "tensors" or "arrow", got {as_!r}')
+        if columns is not None and not (columns and {str}.issuperset(map(type, columns)) and type(columns) is not str):
+            raise TypeError(f"columns must be a list of at least one name, or None for all, got {columns!r}")
         self._is_arrow = as_ == "arrow"
-        self.schema = plain(pa.schema([schema.field(name) for name in _names(schema, columns)]))
+        self.schema = plain(pa.schema(schema if columns is None else [schema.field(name) for name in columns]))
         within = [pair for field in self.schema for pair in _within(field.type, field.name)]
-        for path, kind in within if not self._is_arrow else ():
+        self._slices = any(_is_fixed(kind) and _is_fixed(kind.value_type) for _, kind in within)
+        if self._is_arrow:  # has a form for each type
+            within = []
+        for path, kind in within:
             if not _is(kind, *_NUMBERS, *_CAST, *_TEXTS, *_LISTS, _is_fixed, types.is_struct):
                 raise TypeError(
                     f"column {path!r} is of type {kind}, which no tensor has; leave it out by columns=, cast it "
                     'before, or use as_="arrow"'
                 )
-        _check_once([path for path, _ in within if not self._is_arrow])
-        self.lists = frozenset(path for path, kind in within if not self._is_arrow and _is_ragged(kind))
+        counts = Counter([path for path, _ in within] or self.schema.names)
+        if twice := sorted(path for path, count in counts.items() if count > 1):
+            raise ValueError(f"a row has each column once, and {twice} come more than once; rename or leave them out")
+        self.lists = frozenset(path for path, kind in within if _is_ragged(kind))
         self._fill = {}
         for name, value in dict({} if fill_null is None else fill_null).items():
-            _check_named("fill_null", name, self.schema)
             kind = self.schema.field(name).type
-            try:
-                self._fill[name] = pa.scalar(value, kind)
-                pc.fill_null(pa.nulls(1, kind), self._fill[name])
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise TypeError(
-                    f"fill_null must have values of the columns' types, got {value!r} for {name!r}, of {kind}: {error}"
-                ) from None
-        self._slices = any(_is_fixed(kind) and _is_fixed(kind.value_type) for _, kind in within)
+            self._fill[name] = pa.scalar(value, kind)
+            pc.fill_null(pa.nulls(1, kind), self._fill[name])  # which pyarrow can't do for each type
 
     def take(self, table: pa.Table | pa.RecordBatch, places: Any) -> pa.Table:
         """Rows of a table, in memory of their own.
@@ -87,10 +96,6 @@ class Converter:
         if self._slices:
             return self.joined([table.slice(place, 1) for place in places])
         return self.joined([table.take(pa.array(places, pa.int64()))])
-
-    def gathered(self, tables: Sequence[pa.Table], places: Any) -> pa.Table:
-        """Rows of several tables, one after the other. To take some from each would take three times as long."""
-        return self.take(pa.concat_tables(tables), places)
 
     def joined(self, parts: Sequence[pa.Table | pa.RecordBatch]) -> pa.Table:
         """Tables, one after the other, with each column in one piece."""
@@ -158,6 +163,128 @@ class Converter:
         return from_dlpack(array.cast(pa.int32() if types.is_date32(kind) or types.is_time32(kind) else pa.int64()))
 
 
+class Chunk:
+    """Some rows of a table, in memory of their own.
+
+    Args:
+        table: without nulls that have no form.
+        converter: of its columns.
+        numbers: of the rows, by which a stream finds them again.
+    """
+
+    def __init__(self, table: pa.Table, converter: Converter, numbers: Any) -> None:
+        self.table, self.converter, self.numbers = table, converter, numbers
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The columns as they are converted, when somebody looks at one of the rows."""
+        return self.converter.columns(self.table)
+
+
+def item(column: Any, index: int) -> Any:
+    """One value of a column; that of a struct is a dict."""
+    if type(column) is dict:
+        return {name: item(part, index) for name, part in column.items()}
+    return column[index]
+
+
+class Row(MutableMapping[str, Any]):
+    """One row of a table: a mapping of its columns' names to values.
+
+    It is no `dict`, which would have to hold all values from the start; `dict(row)` makes one. Libraries that map a
+    function over samples make a row of a dict, `type(row)(values)`.
+
+    Args:
+        values: by the names of columns; None if there is a chunk.
+        lists: the paths of columns whose values may differ in length from row to row: a batch has a list of them.
+        chunk: in place of values, the `Chunk` in which the row lies.
+        index: its place there.
+    """
+
+    __slots__ = ("_chunk", "_index", "_own", "lists")
+
+    def __init__(
+        self, values: Mapping[str, Any] | None, lists: frozenset[str] = frozenset(), chunk: Any = None, index: int = 0
+    ) -> None:
+        self._own = None if values is None else dict(values)  # once somebody has looked at it
+        self.lists, self._chunk, self._index = lists, chunk, index
+
+    @property
+    def place(self) -> tuple[Chunk, int] | None:
+        """Where it lies in columns; None if somebody has looked at one of these rows, and could change it."""
+        is_untouched = self._own is None and "values" not in vars(self._chunk)
+        return (self._chunk, self._index) if is_untouched else None
+
+    @property
+    def number(self) -> int:
+        """By which its stream finds it again."""
+        return int(self._chunk.numbers[self._index])
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        if self._own is None:
+            self._own = {name: item(column, self._index) for name, column in self._chunk.values.items()}
+        return self._own
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Row({self._values})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Row, (self._values, self.lists)
+
+
+def collate_rows(batch: Sequence[Any], *, collate_fn_map: Any = None) -> dict[str, Any]:
+    """The batch of rows, a column for each name; see NOTE [collate]."""
+    starts: dict[Chunk, int] = {}  # of each chunk, among the rows of all: those of a ShuffleBuffer come from many
+    count, indices = 0, list[int]()
+    converter: Any = None
+    for row in batch:
+        place = row.place if type(row) is Row else None
+        if place is None or place[0].converter is not (converter or place[0].converter):
+            return {name: _stacked([row[name] for row in batch], name, batch[0].lists) for name in batch[0]}
+        chunk, index = place
+        converter = chunk.converter
+        if chunk not in starts:
+            starts[chunk], count = count, count + chunk.table.num_rows
+        indices.append(starts[chunk] + index)
+    # To take some from each table would take three times as long.
+    table = converter.take(pa.concat_tables([chunk.table for chunk in starts]), indices)
+    return converter.columns(table)  # type: ignore[no-any-return]
+
+
+default_collate_fn_map[Row] = collates[Row] = collate_rows
+
+
+def _stacked(values: list[Any], path: str, lists: frozenset[str]) -> Any:
+    """What `Converter.columns` gives, of values from single rows."""
+    first = values[0]
+    if path in lists:
+        return values
+    if isinstance(first, dict):
+        return {name: _stacked([value[name] for value in values], f"{path}.{name}", lists) for name in first}
+    if isinstance(first, pa.Scalar):
+        if isinstance(first, pa.ExtensionScalar):
+            stored = pa.array([value.value for value in values], first.type.storage_type)
+            return pa.ExtensionArray.from_storage(first.type, stored)
+        return pa.array(values, first.type)
+    return default_collate(values)
+
+
 def plain(schema: pa.Schema, decodes: bool = True) -> pa.Schema:
     """The schema with views as text or binary data, and, if it `decodes`, dictionaries as their values.
 
@@ -181,15 +308,11 @@ def paths_of(given: Any, reader: str) -> list[str]:
         reader: the class that reads them.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: there is no path.
+        TypeError: it is something else, or there is none.
     """
-    paths = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, os.PathLike)) else [given]
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"{reader} takes paths, of type str or pathlib.Path, got {path!r:.200}")
-    if not paths:
-        raise ValueError(f"{reader} needs at least one file, got an empty list of paths")
+    paths = [*given] if isinstance(given, Iterable) and not isinstance(given, (str, os.PathLike)) else [given]
+    if not paths or not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        raise TypeError(f"{reader} takes a path, or a list of some, of type str or pathlib.Path, got {given!r:.200}")
     return [os.fspath(path) for path in paths]
 
 
@@ -272,26 +395,3 @@ def _split(values: Any, lengths: Sequence[int]) -> list[Any]:
     if type(values) is dict:
         values = [item(values, index) for index in range(ends[-1])]
     return [values[begin:end] for begin, end in itertools.pairwise(ends)]
-
-
-def _names(schema: pa.Schema, columns: Sequence[str] | None) -> list[str]:
-    if isinstance(columns, str) or not all(isinstance(name, str) for name in columns or ()):
-        raise TypeError(f"columns must be a list of names, or None for all, got {columns!r}")
-    names = list(schema.names if columns is None else columns)
-    if not names:
-        raise ValueError("columns must name at least one column, got none")
-    for name in names:
-        _check_named("columns", name, schema)
-    _check_once(names)
-    _check_once([name for name in schema.names if name in names])
-    return names
-
-
-def _check_once(paths: list[str]) -> None:
-    if twice := sorted(path for path, count in Counter(paths).items() if count > 1):
-        raise ValueError(f"a row has each column once, and {twice} come more than once; rename them, or leave them out")
-
-
-def _check_named(argument: str, name: str, schema: pa.Schema) -> None:
-    if name not in schema.names:
-        raise ValueError(f"{argument} must name columns that exist, got {name!r}; there are {', '.join(schema.names)}")

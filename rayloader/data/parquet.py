@@ -23,11 +23,10 @@ import pyarrow as pa
 from pyarrow import dataset, fs, parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rayloader.data.columns import Converter, Form, check_alike, paths_of, plain
-from rayloader.data.rows import Row
-from rayloader.data.shuffle import whole
+from rayloader.data.columns import Converter, Form, Row, check_alike, paths_of, plain
 from rayloader.errors import RayloaderError, StateError
 from rayloader.host.shard_info import ShardInfo, get_shard_info
+from rayloader.options import check_whole
 from rayloader.resume.samplers import trains_in_a_group
 from rayloader.resume.wrapped import Numbered
 
@@ -69,6 +68,7 @@ class ParquetStream(IterableDataset[Row]):
     Raises:
         TypeError: an argument, or a column, is of a wrong type.
         ValueError: an argument has a wrong value, or the files differ in their columns.
+        KeyError: there is no such column.
         FileNotFoundError: there is no such file, or none in the folder.
 
     For paths that are not on this machine these come from the first batch: a filesystem that has been used does not
@@ -88,13 +88,13 @@ class ParquetStream(IterableDataset[Row]):
         seed: int = 0,
         equal_steps: Literal["cut", "pad"] | None = None,
     ) -> None:
-        self.seed = whole("seed", seed, 0, "ParquetStream")
+        self.seed = check_whole("seed of a ParquetStream", seed, 0)
         if equal_steps not in (None, "cut", "pad"):
             raise ValueError(f'equal_steps must be "cut", "pad" or None, got {equal_steps!r}')
         if equal_steps is not None and filters is not None:
             raise ValueError(
-                f"equal_steps={equal_steps!r} counts rows before they are read, and filters leaves some of them out; "
-                "use one of the two, and filter the files beforehand"
+                f"equal_steps={equal_steps!r} counts rows before they are read, and filters leaves some out; leave out "
+                "one of the two, and filter the files beforehand"
             )
         self.shuffle, self.equal_steps, self.epoch = bool(shuffle), equal_steps, 0
         self._paths, self._filesystem = paths_of(paths, "a ParquetStream"), filesystem
@@ -108,7 +108,7 @@ class ParquetStream(IterableDataset[Row]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, on which the shuffled order depends; `DataLoader.set_epoch` calls it."""
-        self.epoch = whole("epoch", epoch, 0, "ParquetStream")
+        self.epoch = check_whole("epoch of a ParquetStream", epoch, 0)
 
     def __iter__(self) -> Iterator[Row]:
         return _Reading(self, self._open(), _part_of_the_reader(self._has_ranks))
@@ -117,15 +117,16 @@ class ParquetStream(IterableDataset[Row]):
         return {**self.__dict__, "_opened_in": None, "_has_ranks": self._has_ranks or trains_in_a_group()}
 
     def _open(self) -> _Files:
-        used = self._filesystem if self._files is None else self._files.filesystem
-        if self._opened_in not in (None, os.getpid()) and used is not None and used.type_name in _LOST_BY_FORK:
+        kind = getattr(self._filesystem, "type_name", None)
+        if self._opened_in not in (None, os.getpid()) and kind in _LOST_BY_FORK:
             raise RayloaderError(
-                f"this ParquetStream has a filesystem, {used.type_name}, that was used in process {self._opened_in} "
-                'and does not survive a fork; use workers="ray", or make a stream of URIs for the workers alone'
+                f"this ParquetStream has a filesystem, {kind}, that was used in process {self._opened_in} and does not "
+                'survive a fork; use workers="ray", or make a stream of URIs for the workers alone'
             )
         self._opened_in = os.getpid()
         if self._files is None:
             self._files = _Files(self._paths, self._filesystem, *self._arguments)
+            self._filesystem = self._files.filesystem
         return self._files
 
 
@@ -160,10 +161,7 @@ class _Files:
             if filters is not None:
                 self._schema.empty_table().filter(self.filters)
         except Exception as error:  # pyarrow checks nothing itself
-            raise ValueError(
-                "filters must be an expression of pyarrow, or a list as [('x', '>', 3)], of the columns "
-                f"{', '.join(self._schema.names)}, got {filters!r:.200}: {error}"
-            ) from None
+            raise ValueError(f"filters must be as pyarrow.dataset takes them, got {filters!r:.200}: {error}") from error
         # Pyarrow would take a column that is missing in a file for one of nulls.
         names, text = self.converter.schema.names, "" if filters is None else str(self.filters)
         asked = [name for name in self._schema.names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
@@ -198,36 +196,32 @@ class _Files:
             RayloaderError: it cannot be read, or its file was replaced.
         """
         file, number = self._groups[group]
-        path, _ = self._files[file]
         try:
-            self._check(file, seen)
+            first = seen.setdefault(file, self._status(file))
             try:
                 fragment = opened(file).subset(row_group_ids=[number])
                 table = fragment.to_table(self._schema, columns=self.converter.schema.names, filter=self.filters)
             finally:  # the footer may have been of a file that is there no more, and leads astray in the other
-                self._check(file, seen)
+                if self._status(file) != first:
+                    raise RayloaderError(
+                        f"{self._files[file][0]} was replaced while it is read, so an epoch would have old and new "
+                        "rows; write new files under other names, and make the stream again"
+                    )
         except RayloaderError:
             raise
         except Exception as error:  # of pyarrow, or of a filesystem in Python, which may raise anything
-            raise RayloaderError(
-                f"row group {number} of {path} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            raise RayloaderError(f"{self.name(group)} cannot be read: {type(error).__name__}: {error}") from error
         if self.filters is None and table.num_rows != self.rows[group]:
             raise RayloaderError(
-                f"row group {number} of {path} has {table.num_rows} rows now, and had {self.rows[group]} when the "
-                "stream was made; make the stream again"
+                f"{self.name(group)} has {table.num_rows} rows now, and had {self.rows[group]} when the stream was "
+                "made; make the stream again"
             )
         return table.combine_chunks()
 
-    def _check(self, file: int, seen: dict[int, Any]) -> None:
-        """Compares the size and the time of a file with those that it had when it was first seen."""
-        path, _ = self._files[file]
-        now = self.filesystem.get_file_info(path)
-        if seen.setdefault(file, (now.size, now.mtime_ns)) != (now.size, now.mtime_ns):
-            raise RayloaderError(
-                f"{path} was replaced while it is read, so an epoch would have old rows and new ones; write new files "
-                "under other names, and make the stream again"
-            )
+    def _status(self, file: int) -> tuple[int, int]:
+        """By which a file that has replaced another one is told from it."""
+        now = self.filesystem.get_file_info(self._files[file][0])
+        return now.size, now.mtime_ns
 
     @property
     def fingerprint(self) -> str:
@@ -355,8 +349,8 @@ class _Reading(Numbered):
             places = here - self._files.bounds[group]
             if places.max() >= table.num_rows:
                 raise StateError(
-                    f"the state of a ParquetStream has rows of {self._files.name(group)} that the filters let "
-                    "through no more; make the stream as it was, with the same files"
+                    f"the state of a ParquetStream has rows of {self._files.name(group)} that the filters let through "
+                    "no more; make the stream as it was, with the same files"
                 )
             found = self._rows(group, table, places)
             rows.update(zip(here.tolist(), found, strict=True))

@@ -8,7 +8,6 @@ Ray.
 
 from __future__ import annotations
 
-import io
 import operator
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from rayloader.errors import add_note
-from rayloader.transport.pickler import ByValuePickler
+from rayloader.transport.pickler import ByValuePickler, dumped
 
 _T = TypeVar("_T")
 
@@ -50,16 +49,13 @@ class SharedList(Sequence[_T]):
     __slots__ = ("_bounds", "_data", "_kind", "_load", "_raw")
 
     def __init__(self, items: Iterable[_T] = ()) -> None:
-        items = items if isinstance(items, (list, tuple)) else list(items)
-        kinds = {type(item) for item in items}
-        texts: Any = items
-        parts: Sequence[bytes]
-        if kinds == {str}:
-            kind, parts = "str", [text.encode("utf-8", "surrogatepass") for text in texts]
-        elif kinds == {bytes}:
-            kind, parts = "bytes", texts
-        else:
-            kind, parts = "pickle", _pickled(items)
+        parts: Any = items if isinstance(items, (list, tuple)) else list(items)
+        kinds = {type(item) for item in parts}
+        kind = "str" if kinds == {str} else "bytes" if kinds == {bytes} else "pickle"
+        if kind == "str":
+            parts = [text.encode("utf-8", "surrogatepass") for text in parts]
+        elif kind == "pickle":
+            parts = _pickled(parts)
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([len(part) for part in parts], out=offsets[1:])
         self._set(kind, np.frombuffer(b"".join(parts), np.uint8), offsets)
@@ -126,11 +122,9 @@ def _made(cls: type[SharedList[Any]], kind: str, data: _Array, offsets: _Array) 
 
 def _pickled(items: Sequence[Any]) -> list[bytes]:
     parts = []
-    file = io.BytesIO()
-    pickler = ByValuePickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     for index, item in enumerate(items):
         try:
-            pickler.dump(item)
+            parts.append(dumped(item, ByValuePickler))  # each item separately
         except Exception as error:  # the item's own pickling may raise anything
             kind = f"{type(item).__module__}.{type(item).__qualname__}"
             add_note(
@@ -139,8 +133,4 @@ def _pickled(items: Sequence[Any]) -> list[bytes]:
                 "can be made from instead, such as a path or an address, and create it where it is used",
             )
             raise
-        pickler.clear_memo()  # each item separately
-        parts.append(file.getvalue())
-        file.seek(0)
-        file.truncate()
     return parts

@@ -6,25 +6,21 @@ gives for each worker and epoch. The state of an iterator holds the samples of t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.errors import StateError
+from rayloader.options import check_whole
 from rayloader.resume.wrapped import Source, check_stream, pass_on
 
 _T = TypeVar("_T")
-if TYPE_CHECKING:
-    _StreamOf = IterableDataset
-else:  # as in loader.py: what parameters torch's classes have may change
-    _StreamOf = {_T: IterableDataset}
 
 
-class ShuffleBuffer(_StreamOf[_T], Generic[_T]):
+class ShuffleBuffer(IterableDataset[_T]):
     """The samples of a stream in a random order: each is drawn from `size` of them, which the worker has read.
 
     Each worker has a buffer for its own part of the stream; see `get_shard_info`. It holds `size` samples, and so does
@@ -46,7 +42,7 @@ class ShuffleBuffer(_StreamOf[_T], Generic[_T]):
 
     def __init__(self, stream: Iterable[_T], size: int) -> None:
         check_stream("ShuffleBuffer", stream)
-        self.stream, self.size = stream, whole("size", size, 1, "ShuffleBuffer")
+        self.stream, self.size = stream, check_whole("size of a ShuffleBuffer", size, 1)
         pass_on(self, stream)
 
     def __iter__(self) -> Iterator[_T]:
@@ -93,18 +89,3 @@ class _StatefulSamples(_Samples):
             )
         self._buffer = self._source.loaded(state["buffer"])
         self._generator.bit_generator.state = state["generator"]
-
-
-def whole(name: str, value: Any, least: int, owner: str) -> int:
-    """A whole number that the user gave.
-
-    Raises:
-        ValueError: it is none, or is too small.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ValueError(f"{name} of a {owner} must be a whole number >= {least}, got {value!r}")
-    return number

@@ -6,7 +6,6 @@ and not the path again. Without Ray; any thread and any process may call.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -34,50 +33,31 @@ def path_in(folder: str | os.PathLike[str], dataset: Any, key: Any) -> Path:
     return Path(folder).absolute() / f"{readable}-{len(dataset)}-{identity}"
 
 
-def open_own(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Opens a file that this user has written.
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Opens a file that this user has written, and nobody else can have written.
 
     Args:
         path: of the file.
-        flags: of `os.open`.
-        mode: of a file that is made, with `os.O_CREAT` in `flags`.
+        flags: of `os.open`. With `os.O_CREAT` a file that is made is for this user alone.
 
     Returns:
         A descriptor of the caller's, which programs that are started do not inherit.
 
     Raises:
         FileNotFoundError: there is none.
-        OSError: it cannot be opened.
-        CacheError: it is a link, not a regular file, of another user, has other names, or others may write to it.
+        OSError: it cannot be opened, for instance because it is a symbolic link.
+        CacheError: it is not a regular file, or of another user, or has other names, or others may write to it.
     """
-    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last one: whoever opens a pipe would wait for a writer
-    try:
-        descriptor = os.open(path, flags, mode)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise _refusal(path, "is a symbolic link") from None
-    if what := _what_is_foreign(os.fstat(descriptor)):
+    # The last flag: whoever opens a pipe would wait for a writer.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    status = os.fstat(descriptor)
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    # It has no name if another process has put a newer file in its place.
+    if not is_own or status.st_nlink > 1 or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
         os.close(descriptor)
-        raise _refusal(path, what)
+        raise CacheError(
+            f"the cache file {path} must be a regular file of this user's, with one name, to which nobody else may "
+            f"write; it has mode {status.st_mode:o}, user {status.st_uid} and {status.st_nlink} names, so nothing of "
+            "it was read. Delete it, or name a folder to which only this user can write"
+        )
     return descriptor
-
-
-def _what_is_foreign(status: os.stat_result) -> str:
-    """Why others than this user may have written a file; empty if they cannot have."""
-    if not stat.S_ISREG(status.st_mode):
-        return "is no regular file"
-    if status.st_nlink > 1:  # none, if another process has put a newer one in its place
-        return f"has {status.st_nlink} hard links instead of one"
-    if status.st_uid != (own := os.geteuid()):
-        return f"belongs to user {status.st_uid}, and this process to user {own}"
-    if status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
-        return f"may be written to by others, with mode {stat.S_IMODE(status.st_mode):o}"
-    return ""
-
-
-def _refusal(path: str | os.PathLike[str], what: str) -> CacheError:
-    return CacheError(
-        f"the cache file {os.fspath(path)} {what}, so that it may hold what another user has put there; nothing of it "
-        "was read. Delete it, or name a folder to which only this user can write"
-    )

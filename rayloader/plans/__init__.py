@@ -7,9 +7,8 @@ Any loader that takes samplers takes them, torch's own too. Import from here::
 
 from rayloader.plans.mixture import Mixture
 from rayloader.plans.packing import Packing
-from rayloader.plans.packs import Cuts, pack_collate
+from rayloader.plans.packs import Cuts, PackedStream, pack_collate
 from rayloader.plans.sample_lengths import lengths
-from rayloader.plans.stream import PackedStream
 from rayloader.plans.token_budget import TokenBudget
 
 __all__ = ["Cuts", "Mixture", "PackedStream", "Packing", "TokenBudget", "lengths", "pack_collate"]

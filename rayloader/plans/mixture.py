@@ -1,20 +1,35 @@
-"""`Mixture`: samples of several sources in given shares, which hold at every step and not only on average."""
+"""`Mixture`: samples of several sources in given shares, which hold at every step and not only on average.
+
+NOTE [Shares]. A source of weight w should have been read w * t times after t samples. A sample of it may come as soon
+as the number read stays below that plus 1, and has to come before the number falls 1 behind. Of those that may come,
+the one whose time is up first does: in this way every share is within one sample of its weight, always (Tijdeman, The
+chairman assignment problem, 1980; it is the rule of the earliest deadline). Time is cut into blocks, so that all are
+filled at once, one sample of each at a time, each from rounded counts to rounded counts. If the weights are fractions
+of a common denominator up to 65,536, blocks are multiples of it, and nothing has to be rounded. Otherwise it is not
+proved that a block can always be filled within one; where it could not, the source that is furthest behind would come
+too early. Of 270 mixtures of 2 to 100 sources of random weights, in one a share was off by 1.08.
+"""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 
-from rayloader.options import is_whole
-from rayloader.plans.inputs import Array, check_whole, shuffled, weights_of
-from rayloader.plans.plan import Facts, Latest, Order, Panel, Plan
-from rayloader.plans.shares import NEAR, Shares, Stream, block_of, rounded
+from rayloader.options import check_whole, is_whole
+from rayloader.plans.plan import Array, Facts, Latest, Order, Panel, Plan, shuffled
 
 _RUN = 32  # samples that one rank takes in a row, see `Mixture._order`
 _AT_ONCE = 1 << 20  # samples that are made together, so that NumPy's calls cost little
+_NEAR = 1e-6  # counts that differ by less are equal: sums of floating-point numbers up to some billions
+_BLOCK = 1 << 12  # samples of a block, about
+_PERIOD = 1 << 16  # the largest common denominator that is kept
+_LATE = 1e18  # added to the deadline of a sample that may not come yet: it comes only if no other may
+_SHOWN = 8  # sources in a picture, those that are read most
 
 
 class Mixture(Plan):
@@ -56,8 +71,8 @@ class Mixture(Plan):
             them, and a warning tells of others when it is loaded.
 
     Raises:
-        TypeError: a source has no length.
-        ValueError: an argument is out of range, or a source is empty; or weights and sources have other names.
+        ValueError: an argument is out of range, or a source is empty, or has no length; or weights and sources have
+            other names.
     """
 
     def __init__(
@@ -82,9 +97,9 @@ class Mixture(Plan):
         self._offsets = np.cumsum(self._sizes) - self._sizes
         self._shares = _shares_of(weights, names, self._names)
         self.shuffle = shuffle
-        self.size = check_whole("epoch_size", self._end(stop) if epoch_size is None else epoch_size)
+        self.size = check_whole("epoch_size", self._end(stop) if epoch_size is None else epoch_size, 1)
         self._streams: Latest[int, Stream] = Latest()
-        self._known: dict[int, Array] = {}  # what `_before` gave: the same, whoever asks first
+        self._known = 0, np.zeros(len(self._sizes), np.int64)  # an epoch, and what `_before` gave for it
 
     def counts(self, step: int) -> Array:
         """How often each source has been read after so many samples, counted over all epochs.
@@ -96,40 +111,27 @@ class Mixture(Plan):
         return np.asarray(self._stream(epoch).counts(np.array([place]))[0])
 
     def _end(self, stop: Any) -> int:
-        if stop not in ("first", "all") and not is_whole(stop):
-            raise ValueError(f'stop must be "first", "all" or a number of samples, got {stop!r}')
         if is_whole(stop):
-            return check_whole("stop", stop)
+            return check_whole("stop", stop, 1)
+        if stop not in ("first", "all"):
+            raise ValueError(f'stop must be "first", "all" or a number of samples, got {stop!r}')
         ends = [self._shares.when(source, size) for source, size in enumerate(self._sizes.tolist())]
         if stop == "all" and not math.isfinite(max(ends)):
-            raise ValueError(
-                f"{self._names[ends.index(math.inf)]} is never used up, since its last weight is 0; pass epoch_size"
-            )
-        return max(1, math.floor(min(ends) + NEAR) if stop == "first" else math.ceil(max(ends) - NEAR))
+            source = self._names[ends.index(math.inf)]
+            raise ValueError(f"{source} is never used up, since its last weight is 0; pass epoch_size")
+        return max(1, math.floor(min(ends) + _NEAR) if stop == "first" else math.ceil(max(ends) - _NEAR))
 
     def _stream(self, epoch: int) -> Stream:
-        return self._streams.of(epoch, self._new_stream)
-
-    def _new_stream(self, epoch: int) -> Stream:
-        bounds = epoch * self.size, (epoch + 1) * self.size
-        return Stream(self._shares, *bounds, self._before(epoch), self._before(epoch + 1))
+        return self._streams.of(epoch, lambda _: Stream(self._shares, self._before(epoch), self._before(epoch + 1)))
 
     def _before(self, epoch: int) -> Array:
-        """How often each source has been read before an epoch: never less than before an earlier one.
-
-        Where each is read in the epoch before, that follows from the shares; otherwise from the counts before that one.
-        """
-        first, shares, size = epoch, self._shares, self.size
-        while (
-            first and first not in self._known and (shares.at(first * size) - shares.at((first - 1) * size)).min() < 1
-        ):
-            first -= 1
-        counts = self._known.get(first)
-        if counts is None:
-            counts = rounded(shares, first * size)
-        for number in range(first + 1, epoch + 1):
-            counts = rounded(shares, number * size, counts)
-        self._known[epoch] = counts
+        """How often each source has been read before an epoch: never less than before an earlier one."""
+        number, counts = self._known
+        if number > epoch:
+            number, counts = 0, np.zeros_like(counts)
+        for later in range(number + 1, epoch + 1):
+            counts = _rounded(self._shares, later * self.size, counts)
+        self._known = epoch, counts
         return counts
 
     def _order(self, key: tuple[int, int]) -> Order:
@@ -182,36 +184,24 @@ class Mixture(Plan):
         read = counts[-1] - counts[0]
         lines = {"samples": f"{self.size:,} in an epoch, of {self._sizes.sum():,} in {len(self._sizes)} sources"}
         for name, count, size in zip(self._names, read.tolist(), self._sizes.tolist(), strict=True):
-            lines[name] = (
-                f"{count:,} samples, {count / self.size:.3%} of the epoch; {count / size:.3f} times its {size:,}"
-            )
+            shown = f"{count:,} samples, {count / self.size:.3%} of the epoch; {count / size:.3f} times its {size:,}"
+            lines[name] = shown
         wanted = np.array([self._shares.at(step) for step in (epoch * self.size + at).tolist()])
         shares, targets = (100 * (of[1:] - of[0]).T / at[1:] for of in (counts, wanted))
-
-        def by_name(rows: Array) -> dict[str, Array]:
-            return {self._names[source]: rows[source] for source in np.argsort(-read, kind="stable").tolist()}
-
-        across, passes = "samples of the epoch that have been read", by_name((counts / self._sizes).T)
-        panels = [
-            Panel("Share of each source so far", across, "% of the samples", by_name(shares), at[1:], by_name(targets)),
-            Panel("How often each source has been read, in all epochs", across, "times all its samples", passes, at),
-        ]
-        return Facts(lines, panels)
+        most = np.argsort(-read, kind="stable")[:_SHOWN].tolist()
+        values = {self._names[source]: shares[source] for source in most}
+        across, up = "samples of the epoch that have been read", "% of the samples"
+        return lines, [Panel("Share of each source so far", across, up, values, at[1:], targets[most])]
 
 
 def _size_of(name: str, source: Any) -> int:
-    if isinstance(source, (int, np.integer)) and not isinstance(source, bool):
-        size = int(source)
-    elif hasattr(source, "__len__"):
-        size = len(source)
-    else:
-        raise TypeError(
-            f"a source must be a number of samples or a dataset with a length, and {name} is a "
-            f"{type(source).__name__}; mix streams by a dataset that reads from them"
+    size = len(source) if hasattr(source, "__len__") else source
+    if not (is_whole(size) or isinstance(size, np.integer)) or size < 1:
+        raise ValueError(
+            f"a source must be a dataset with a length, or a number of samples, of at least 1, and {name} is "
+            f"{source!r:.100}; leave it out, or mix streams by a dataset that reads from them"
         )
-    if size < 1:
-        raise ValueError(f"a source must have samples, and {name} has {size}; leave it out")
-    return size
+    return int(size)
 
 
 def _shares_of(weights: Any, keys: list[str] | None, names: list[str]) -> Shares:
@@ -223,28 +213,176 @@ def _shares_of(weights: Any, keys: list[str] | None, names: list[str]) -> Shares
         names: of the sources, for errors.
     """
     given = list(weights)
-    changes = bool(given) and all(isinstance(one, (tuple, list)) and len(one) == 2 for one in given)
-    changes = changes and all(hasattr(one[1], "__len__") for one in given)
+    is_pair = [isinstance(one, (tuple, list)) and len(one) == 2 and hasattr(one[1], "__len__") for one in given]
+    changes = bool(given) and all(is_pair)
     pairs = given if changes else [(0, weights if isinstance(weights, Mapping) else given)]
     begins = [check_whole("the step of weights", step, 0) for step, _ in pairs]
     if begins[0] != 0 or begins != sorted({*begins}):
         raise ValueError(f"weights that change must be for steps that begin with 0 and increase, got {begins}")
-    ordered = [_in_order(row, keys) for _, row in pairs]
-    rows = np.array([weights_of(row, names, zeros=changes) for row in ordered])
-    if not rows.any(axis=0).all():
-        source = int(np.flatnonzero(~rows.any(axis=0))[0])
+    rows = np.array([_in_order(row, keys) for _, row in pairs], np.float64)
+    if rows.shape != (len(pairs), len(names)):
+        raise ValueError(f"there must be one weight for each of the {len(names)} sources, got {weights!r}")
+    wrong = ~(np.isfinite(rows) & (rows >= 0)).all(axis=0) | ~rows.any(axis=0)
+    if wrong.any():
+        source = int(wrong.argmax())
         raise ValueError(
-            f"each source must have a weight above 0 at some step, and {names[source]} has none; leave it out"
+            f"each source must have finite weights, from 0 on, and above 0 at some step, and {names[source]} has "
+            f"{rows[:, source].tolist()}; leave it out if it is not to be read"
         )
-    return Shares(begins, rows, [*map(block_of, ordered)])
+    if not rows.any(axis=1).all():
+        raise ValueError(f"at least one weight must be above 0 at any step, got {weights!r}")
+    return Shares(begins, rows / rows.sum(axis=1, keepdims=True), [*map(_block_size, rows)])
 
 
 def _in_order(weights: Any, keys: list[str] | None) -> Any:
     """The weights of sources in their order, of weights by name."""
-    named = isinstance(weights, Mapping)
-    if named != (keys is not None) or (named and {*weights} != {*(keys or ())}):
+    names = [*weights] if isinstance(weights, Mapping) else None
+    if (names and {*names}) != (keys and {*keys}):
         raise ValueError(
-            f"weights must have the names of the sources, {keys if keys is not None else 'which have none'}, got "
-            f"{weights!r}; pass both as dicts with the same keys, or both as lists"
+            f"weights must have the names of the sources, {keys or 'which have none'}, got {weights!r}; pass two dicts "
+            "with the same keys, or two lists"
         )
-    return [weights[key] for key in keys] if keys is not None else weights
+    return weights if keys is None else [weights[key] for key in keys]
+
+
+class Shares:
+    """Weights in time.
+
+    Args:
+        begins: the numbers of samples from which weights hold, the first one 0.
+        weights: of shape (begins, sources), each row with the sum 1.
+        blocks: samples of a block, for each row.
+    """
+
+    def __init__(self, begins: list[int], weights: Array, blocks: list[int]) -> None:
+        self.begins, self.weights, self.blocks = begins, weights, blocks
+        taken = np.diff(begins)[:, None] * weights[:-1]
+        self._before = np.concatenate([np.zeros((1, weights.shape[1])), np.cumsum(taken, axis=0)])
+
+    def row(self, step: int) -> int:
+        """Which weights hold after so many samples."""
+        return bisect.bisect_right(self.begins, step) - 1
+
+    def at(self, step: int) -> Array:
+        """How often each source should have been read after so many samples, a fraction."""
+        row = self.row(step)
+        return np.asarray(self._before[row] + (step - self.begins[row]) * self.weights[row])
+
+    def when(self, source: int, count: int) -> float:
+        """After how many samples a source should have been read so often; infinity: never."""
+        before, weights = self._before[:, source], self.weights[:, source]
+        row = max(int(np.searchsorted(before, count, "left")) - 1, 0)
+        left = count - before[row]
+        return self.begins[row] + float(left / weights[row]) if weights[row] else math.inf
+
+
+class Stream:
+    """One epoch of a mixture: of which source each sample is, and which of that source's.
+
+    Args:
+        shares: of the sources.
+        before: how often each source was read in all epochs before.
+        after: and with this one.
+    """
+
+    def __init__(self, shares: Shares, before: Array, after: Array) -> None:
+        begin, end = int(before.sum()), int(after.sum())
+        self._shares, self._begin = shares, begin
+        bounds = []
+        for row, (first, block) in enumerate(zip(shares.begins, shares.blocks, strict=True)):
+            last = min(end, shares.begins[row + 1]) if row + 1 < len(shares.begins) else end
+            if last > (start := max(begin, first)):
+                bounds += [start, *range(first + ((start - first) // block + 1) * block, last, block)]
+        self._bounds = np.array([*bounds, end])
+        counts = [before]  # when a block begins
+        for step in self._bounds[1:-1].tolist():
+            counts.append(_rounded(shares, step, counts[-1], after))
+        self._counts = np.array([*counts, after])
+
+    def counts(self, places: Array) -> Array:
+        """How often each source has been read, after so many samples of this epoch, and before it: a row for each."""
+        blocks = self._block_of(places)
+        sizes = self._begin + places - self._bounds[blocks]
+        rows = self._fill(blocks, sizes)
+        inside = [np.bincount(row, minlength=self._counts.shape[1]) for row in rows]
+        return np.asarray(self._counts[blocks] + inside)
+
+    def read(self, begin: int, end: int) -> tuple[Array, Array]:
+        """The samples between two places, at least one: the source of each, and which of that source's it is."""
+        first, last = self._block_of(np.array([begin, end - 1])).tolist()
+        blocks = np.arange(first, last + 1)
+        bounds = np.append(self._bounds[blocks], self._begin + end)
+        sources = np.concatenate(self._fill(blocks, np.diff(bounds)))
+        numbers = np.empty(len(sources), np.int64)
+        for source, count in enumerate(self._counts[first].tolist()):
+            mine = np.flatnonzero(sources == source)
+            numbers[mine] = np.arange(count, count + len(mine))
+        left_out = self._begin + begin - int(bounds[0])
+        return sources[left_out:], numbers[left_out:]
+
+    def _block_of(self, places: Array) -> Array:
+        return np.searchsorted(self._bounds, self._begin + places, "right") - 1
+
+    def _fill(self, blocks: Array, sizes: Array) -> list[Array]:
+        """The sources of the first samples of each of these blocks, so many of each: one of each block at a time.
+
+        See NOTE [Shares].
+        """
+        order = np.argsort(-sizes, kind="stable")  # the longest first: those that go on stay in front
+        blocks, sizes = blocks[order], sizes[order]
+        begins = self._bounds[blocks]
+        weights = self._shares.weights[np.searchsorted(self._shares.begins, begins, "right") - 1]
+        wanted = np.array([self._shares.at(int(step)) for step in begins])
+        read = self._counts[blocks].astype(np.float64)
+        ends = self._counts[np.minimum(blocks + 1, len(self._counts) - 1)]
+        with np.errstate(divide="ignore", over="ignore"):  # of weights that are zero, or nearly
+            pace = np.minimum(1 / weights, _LATE / 2)
+            deadlines = np.where(weights > 0, (read + 1 - wanted) * pace, _LATE / 2)
+        found = np.empty((len(blocks), int(sizes[0])), np.uint32)
+        many = np.arange(len(blocks))
+        limits = wanted - _NEAR
+        for step in range(int(sizes[0])):
+            if (active := int(np.searchsorted(-sizes, -step, "left"))) < len(read):
+                read, ends, weights, deadlines = read[:active], ends[:active], weights[:active], deadlines[:active]
+                pace, limits, many = pace[:active], limits[:active], many[:active]
+            limits = limits + weights
+            late = np.where(read < limits, deadlines, deadlines + _LATE)
+            source = np.where(read < ends, late, np.inf).argmin(axis=1)
+            found[:active, step] = source
+            read[many, source] += 1
+            deadlines[many, source] += pace[many, source]
+        return [found[row, : sizes[row]] for row in np.argsort(order)]
+
+
+def _rounded(shares: Shares, step: int, least: Array | int = 0, most: Array | int | None = None) -> Array:
+    """How often each source has been read after so many samples: whole numbers of this sum, within bounds.
+
+    Fractions are added up from the largest weight on, and where their sum passes a half, a source is rounded up. So
+    of the sources that will soon be read, as many as are due have been read already, and no more.
+    """
+    wanted = shares.at(step)
+    low = np.floor(wanted + _NEAR).astype(np.int64)
+    most = step if most is None else most
+    found = np.clip(low, least, most)
+    order = np.argsort(-shares.weights[shares.row(step)], kind="stable")
+    order = order[(found == low)[order] & (low < most)[order]]
+    rest = np.maximum(wanted - low, 0)[order]
+    if (missing := step - int(found.sum())) > 0 and rest.any():
+        ends = np.floor(np.cumsum(np.minimum(rest * (missing / rest.sum()), 1)) + 0.5).astype(np.int64)
+        found[order] += np.diff(ends, prepend=0)
+    while missing := step - int(found.sum()):  # where bounds are in the way: the furthest off
+        sign = 1 if missing > 0 else -1
+        may = found < most if sign > 0 else found > least
+        furthest = np.argsort(np.where(may, sign * (found - wanted), np.inf), kind="stable")
+        found[furthest[: min(abs(missing), may.sum())]] += sign
+    return found
+
+
+def _block_size(weights: Any) -> int:
+    """Samples of a block: a multiple of the common denominator of the shares, if it is small."""
+    fractions = [Fraction(float(weight)).limit_denominator(_PERIOD) for weight in weights]
+    total = sum(fractions)
+    period = math.lcm(*((one / total).denominator for one in fractions)) if total else 1
+    if period > _PERIOD or not np.allclose([float(one) for one in fractions], weights, rtol=1e-12, atol=0):
+        return _BLOCK
+    return period * max(1, _BLOCK // period)

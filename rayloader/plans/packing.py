@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rayloader.plans.inputs import Array, check_whole, kept, lengths_of, narrow, shuffled, sorted_windows
-from rayloader.plans.plan import Batches, BatchPlan, Facts, Panel, taking
+from rayloader.options import check_whole
+from rayloader.plans.plan import Array, Batches, BatchPlan, Facts, Panel, shuffled, taking
+from rayloader.plans.sample_lengths import kept, lengths_of, narrow, sorted_windows
 
-_AT_ONCE = 1 << 20  # samples that are joined together
 TooLong = Literal["error", "skip", "truncate", "split"]
 
 
@@ -19,10 +19,9 @@ class Packing(BatchPlan):
 
     With "best-fit", samples stay whole. They are shuffled, all of them, and packed in windows of that order: the
     longest first, each into the fullest pack that has room for it (best-fit decreasing; Johnson, Near-optimal Bin
-    Packing Algorithms, 1973; for language models Ding et al., Fewer Truncations Improve Language Modeling, 2024).
-    Packs are counted by the room that they have left, so that the time depends on the number of different lengths, and
-    hardly on that of samples. With "concat", samples are joined in random order and cut every `seq_len` tokens: nothing
-    is padded, and many samples are cut.
+    Packing Algorithms, 1973; for language models Ding et al., Fewer Truncations Improve Language Modeling, 2024). With
+    "concat", samples are joined in random order and cut every `seq_len` tokens: nothing is padded, and many samples are
+    cut.
 
     For instance::
 
@@ -69,23 +68,21 @@ class Packing(BatchPlan):
         super().__init__(seed, num_replicas, drop_last)
         if algorithm not in ("best-fit", "concat"):
             raise ValueError(f'algorithm must be "best-fit" or "concat", got {algorithm!r}')
-        self.seq_len, self.window = check_whole("seq_len", seq_len), check_whole("window", window)
+        self.seq_len, self.window = check_whole("seq_len", seq_len, 1), check_whole("window", window, 1)
         self.algorithm = algorithm
         self.too_long = "split" if algorithm == "concat" else too_long
-        lengths = lengths_of(lengths)
-        self._samples = len(lengths)
+        given = lengths_of(lengths)
+        self._samples = len(given)
         choices = ("error", "skip", "truncate", "split")
-        self._kept, self.too_many = kept(lengths, seq_len, "seq_len", self.too_long, choices)
-        self.left_out = 0
+        self._kept, self.too_many = kept(given, seq_len, "seq_len", self.too_long, choices)
+        self._lengths = given
         self._parts: tuple[Array, Array] | None = None  # where samples are split: of which, and its first token
-        if self.too_many and self.too_long in ("skip", "truncate"):
-            long = lengths[lengths > seq_len]
-            self.left_out = int(long.sum(dtype=np.int64)) - (len(long) * seq_len if too_long == "truncate" else 0)
         if self.too_many and self.too_long == "truncate":
-            lengths = np.minimum(lengths, seq_len)
+            self._lengths = np.minimum(given, seq_len)
         if self.too_many and self.too_long == "split" and algorithm == "best-fit":
-            lengths, self._parts = _split(lengths, seq_len)
-        self._lengths = lengths
+            self._lengths, self._parts = _split(given, seq_len)
+        packed = self._lengths if self._kept is None else self._lengths[self._kept]
+        self.left_out = int(given.sum(dtype=np.int64) - packed.sum(dtype=np.int64))
 
     @property
     def efficiency(self) -> float:
@@ -97,18 +94,14 @@ class Packing(BatchPlan):
         key = self.seed, epoch
         if self.algorithm == "concat":
             return _joined(self._lengths, self.seq_len, key, drop_last=self.drop_last)
-        count = len(self._lengths if self._kept is None else self._kept)
-        samples, sizes, tokens = np.empty(count, narrow(len(self._lengths))), [], []
-        for begin, order, lengths in sorted_windows(self._lengths, self._kept, self.window, key):
-            for row, (numbers, long) in enumerate(zip(order, lengths, strict=True)):
+        made = []
+        for _, order, lengths in sorted_windows(self._lengths, self._kept, self.window, key):
+            for numbers, long in zip(order, lengths, strict=True):
                 packs = best_fit(long, self.seq_len)
-                by_pack = np.argsort(packs, kind="stable")
-                place = begin + row * len(numbers)
-                samples[place : place + len(numbers)] = numbers[by_pack]
-                sizes.append(np.bincount(packs))
-                tokens.append(np.bincount(packs, long).astype(np.int64))
-        held = np.concatenate(tokens)
-        bounds = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+                in_packs = numbers[np.argsort(packs, kind="stable")]
+                made.append((in_packs, np.bincount(packs), np.bincount(packs, long).astype(np.int64)))
+        samples, sizes, held = map(np.concatenate, zip(*made, strict=True))
+        bounds = np.append(0, np.cumsum(sizes))
         take = taking(samples) if self._parts is None else _taking_parts(samples, *self._parts, self._lengths)
         return Batches(take, bounds, held, held, np.broadcast_to(self.seq_len, len(held)))
 
@@ -124,11 +117,11 @@ class Packing(BatchPlan):
             "steps": steps,
         }
         tokens = {"tokens": made.tokens}
-        return Facts(lines, [Panel("How full packs are", "tokens of a pack", "packs", tokens), *panels])
+        return lines, [Panel("How full packs are", "tokens of a pack", "packs", tokens), *panels]
 
 
 def best_fit(lengths: Array, room: int) -> Array:
-    """Packs lengths by best-fit decreasing: equal ones at once, into all packs with equal room.
+    """Packs lengths by best-fit decreasing.
 
     Args:
         lengths: from the longest on; none above `room`.
@@ -137,44 +130,26 @@ def best_fit(lengths: Array, room: int) -> Array:
     Returns:
         The number of its pack for each, from 0 on.
     """
-    begins = np.flatnonzero(np.diff(lengths, prepend=-1))
-    counts = np.diff(begins, append=len(lengths))
     rooms: list[int] = []  # those that open packs have left, in order
-    packs: dict[int, list[tuple[int, int]]] = {}  # which packs have that much: the first, and the one after the last
-    events: list[tuple[int, int, int]] = []  # the first pack, how many packs, and how many samples go into each
+    open_packs: dict[int, list[int]] = {}  # which packs have that much left
+    found = []
     opened = 0
-
-    def put(first: int, end: int, left: int) -> None:
-        if first < end and left:
-            if left not in packs:
+    for length in lengths.tolist():
+        place = bisect.bisect_left(rooms, length)
+        if place < len(rooms):
+            left = rooms[place]
+            pack = open_packs[left].pop()
+            if not open_packs[left]:
+                del open_packs[left], rooms[place]
+        else:
+            left, pack = room, opened
+            opened += 1
+        found.append(pack)
+        if left := left - length:
+            if left not in open_packs:
                 bisect.insort(rooms, left)
-            packs.setdefault(left, []).append((first, end))
-
-    for length, count in zip(lengths[begins].tolist(), counts.tolist(), strict=True):
-        while count:
-            place = bisect.bisect_left(rooms, length)
-            if place < len(rooms):
-                left = rooms[place]
-                first, end = packs[left].pop()
-                if not packs[left]:
-                    del packs[left], rooms[place]
-            else:
-                left, first = room, opened
-                opened = end = first + -(-count // (room // length))
-            each = left // length  # a pack that got one is the fullest that has room, until it has none
-            whole = min(end - first, count // each)
-            events.append((first, whole, each))
-            put(first, first + whole, left - each * length)
-            count -= whole * each
-            if whole < end - first and count:  # the last pack gets fewer
-                events.append((first + whole, 1, count))
-                put(first + whole, first + whole + 1, left - count * length)
-                whole, count = whole + 1, 0
-            put(first + whole, end, left)
-    first, whole, each = np.array(events, np.int64).T
-    sizes = whole * each
-    number = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return np.asarray(np.repeat(first, sizes) + number // np.repeat(each, sizes))
+            open_packs.setdefault(left, []).append(pack)
+    return np.array(found)
 
 
 def _split(lengths: Array, most: int) -> tuple[Array, tuple[Array, Array]]:
@@ -196,15 +171,9 @@ def _taking_parts(samples: Array, numbers: Array, begins: Array, lengths: Array)
 
 def _joined(lengths: Array, seq_len: int, key: tuple[int, ...], *, drop_last: bool) -> Batches:
     """All samples in random order, cut every `seq_len` tokens; the bounds count tokens."""
-    order = np.empty(len(lengths), narrow(len(lengths)))
-    ends = np.empty(len(lengths), np.int64)  # of the samples in that order, in tokens
-    total = 0
-    for begin in range(0, len(order), _AT_ONCE):
-        part = slice(begin, min(begin + _AT_ONCE, len(order)))
-        order[part] = shuffled(np.arange(part.start, part.stop), len(order), *key)
-        np.cumsum(lengths[order[part]], out=ends[part])
-        ends[part] += total
-        total = int(ends[part.stop - 1])
+    order = shuffled(np.arange(len(lengths)), len(lengths), *key).astype(narrow(len(lengths)))
+    ends = np.cumsum(lengths[order], dtype=np.int64)  # of the samples in that order, in tokens
+    total = int(ends[-1])
 
     def take(begin: int, end: int) -> list[Any]:
         first, last = np.searchsorted(ends, begin, "right"), np.searchsorted(ends, end, "left")

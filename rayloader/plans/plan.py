@@ -18,17 +18,60 @@ and knows nothing of steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from rayloader.plans.inputs import Array, check_whole, shuffled
+from rayloader.options import check_whole
 from rayloader.resume.ranks import Shard
 from rayloader.resume.samplers import Planned, batches_are_made, check_batched
 
+Array = npt.NDArray[Any]
+
+_SMALL = 1 << 12  # orders of so many places are drawn at once
+_BLOCK = 1 << 16  # places that are shuffled together: they fit into the processor's cache
 _BINS = 60
-_NAMED = 8  # lines of a panel that are told apart; the others are gray
 _WIDTH, _HEIGHT, _DPI = 8, 2.8, 100  # inches of a panel, one below the other: the picture is 800 pixels wide
+
+
+def shuffled(places: Array, count: int, *key: int) -> Array:
+    """What is at these places of a random order of `range(count)`: each time the same, in any part and any process.
+
+    It takes no memory for the order: a place becomes the number at it by steps that can be undone, multiplication by
+    an odd number, addition, and `x ^ (x >> half)`, within the next power of two; who falls outside of `count` takes
+    the same steps again (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+
+    Args:
+        places: from 0 on, below `count`.
+        count: of what is ordered.
+        key: which order: seed, epoch and so on, from 0 on.
+
+    Returns:
+        Numbers below `count`, as unsigned 64 bits.
+    """
+    if count <= _SMALL:
+        return np.random.default_rng(key).permutation(count)[places.astype(np.int64)].astype(np.uint64)
+    bits = (count - 1).bit_length()
+    constants = np.random.SeedSequence(key).generate_state(8, np.uint64).reshape(4, 2)
+    found = places.astype(np.uint64)
+    for begin in range(0, len(found), _BLOCK):
+        part = found[begin : begin + _BLOCK]
+        _mix(part, bits, constants)
+        while (outside := np.flatnonzero(part >= count)).size:
+            again = part[outside]
+            _mix(again, bits, constants)
+            part[outside] = again
+    return found
+
+
+def _mix(numbers: Array, bits: int, constants: Array) -> None:
+    mask, half = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
+    for factor, term in constants:
+        numbers *= factor | np.uint64(1)
+        numbers += term
+        numbers &= mask
+        numbers ^= numbers >> half
 
 
 class Panel(NamedTuple):
@@ -48,66 +91,38 @@ class Panel(NamedTuple):
     up: str
     values: dict[str, Array]
     steps: Array | None = None
-    targets: dict[str, Array] | None = None
+    targets: Sequence[Array] = ()
 
 
-class Facts(NamedTuple):
-    """What is told of a plan.
-
-    Attributes:
-        lines: by their headings.
-        panels: of the picture.
-    """
-
-    lines: dict[str, str]
-    panels: list[Panel]
+# What is told of a plan: lines, by their headings, and the panels of the picture.
+Facts = tuple[dict[str, str], list[Panel]]
 
 
-def text_of(facts: Facts) -> str:
-    """The lines, with their headings one below the other."""
-    width = max(map(len, facts.lines))
-    return "\n".join(f"{heading:<{width}}  {line}" for heading, line in facts.lines.items())
-
-
-def write_picture(facts: Facts, path: str) -> None:
+def _write_picture(panels: list[Panel], path: str) -> None:
     """Writes the panels into a PNG file. Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("the picture of a plan needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(_WIDTH, _HEIGHT * len(facts.panels)), layout="constrained")
-    for axes, panel in zip(figure.subplots(len(facts.panels), squeeze=False)[:, 0], facts.panels, strict=True):
+    figure = Figure(figsize=(_WIDTH, _HEIGHT * len(panels)), layout="constrained")
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         axes.set_title(panel.title)
         axes.set_xlabel(panel.across)
         axes.set_ylabel(panel.up)
         axes.xaxis.set_major_formatter("{x:,g}")
         axes.yaxis.set_major_formatter("{x:,g}")
         if panel.steps is None:
-            _draw_counts(axes, panel)
-        else:
-            _draw_lines(axes, panel)
+            names, values = [*panel.values], [*panel.values.values()]
+            axes.hist(values, bins=_BINS, label=names, histtype="stepfilled", alpha=0.7)
+        for name, line in panel.values.items() if panel.steps is not None else ():
+            axes.plot(panel.steps, line, label=name)
+        for number, target in enumerate(panel.targets):
+            axes.plot(panel.steps, target, "k:", linewidth=1, label=None if number else "target")
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         if len(panel.values) > 1:
             axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(path, dpi=_DPI, format="png")
-
-
-def _draw_counts(axes: Any, panel: Panel) -> None:
-    most = max(values.max() for values in panel.values.values())
-    for name, values in panel.values.items():
-        axes.hist(values, bins=_BINS, range=(0, most or 1), label=name, alpha=0.7)
-
-
-def _draw_lines(axes: Any, panel: Panel) -> None:
-    for number, (name, values) in enumerate(panel.values.items()):
-        color = f"C{number}" if number < _NAMED else "lightgray"
-        label = name if number < _NAMED else "others" if number == _NAMED else None
-        axes.plot(panel.steps, values, color=color, label=label)
-        if panel.targets is not None and number < _NAMED:
-            axes.plot(panel.steps, panel.targets[name], color="black", linestyle=":", linewidth=1, zorder=3)
-    if panel.targets is not None:
-        axes.plot([], [], color="black", linestyle=":", linewidth=1, label="target")
 
 
 _Key = TypeVar("_Key")
@@ -143,11 +158,7 @@ class Order(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, key: int) -> Any: ...
-    @overload
-    def __getitem__(self, key: slice) -> Order: ...
-    def __getitem__(self, key: int | slice) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         return Order(self._reader, self._places[key]) if isinstance(key, slice) else self._item(self._places[key])
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,7 +178,7 @@ class Plan(Planned):
     """
 
     def __init__(self, seed: int, num_replicas: int, drop_last: bool) -> None:
-        self.seed, self.num_replicas = check_whole("seed", seed, 0), check_whole("num_replicas", num_replicas)
+        self.seed, self.num_replicas = check_whole("seed", seed, 0), check_whole("num_replicas", num_replicas, 1)
         self.drop_last = drop_last
         self.epoch = 0
         self._ordered: Latest[tuple[int, int], Order] = Latest()
@@ -209,10 +220,11 @@ class Plan(Planned):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        facts = self._facts()
+        lines, panels = self._facts()
         if picture is not None:
-            write_picture(facts, picture)
-        return text_of(facts)
+            _write_picture(panels, picture)
+        width = max(map(len, lines))
+        return "\n".join(f"{heading:<{width}}  {line}" for heading, line in lines.items())
 
     def _order(self, key: tuple[int, int]) -> Order:
         """The order of an epoch, for a number of ranks."""
@@ -246,14 +258,6 @@ def taking(samples: Array) -> Callable[[int, int], list[Any]]:
     return lambda begin, end: samples[begin:end].tolist()
 
 
-class Steps(NamedTuple):
-    """Batches in their order: the bounds of each, and what it costs; a row is a step."""
-
-    begins: Array
-    ends: Array
-    costs: Array
-
-
 class BatchPlan(Plan):
     """A batch sampler: the batches of a step cost nearly the same in all ranks."""
 
@@ -278,7 +282,7 @@ class BatchPlan(Plan):
         Returns:
             Numbers from 1 on, one a step.
         """
-        costs = self._steps(self.epoch, self.num_replicas).costs
+        _, _, costs = self._steps(self.epoch, self.num_replicas)
         return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
 
     def _facts_of_steps(self) -> tuple[str, list[Panel]]:
@@ -299,20 +303,24 @@ class BatchPlan(Plan):
         take, begins, ends = self._batches_of(key[0]).take, begins.ravel(), ends.ravel()
         return Order(lambda: lambda place: take(int(begins[place]), int(ends[place])), range(len(begins)))
 
-    def _steps(self, epoch: int, num_replicas: int) -> Steps:
-        """Groups of batches of nearly the same cost, in random order."""
+    def _steps(self, epoch: int, num_replicas: int) -> tuple[Array, Array, Array]:
+        """Groups of batches of nearly the same cost, in random order: a row is a step.
+
+        Returns:
+            Where each batch begins, where it ends, and what it costs.
+        """
         made = self._batches_of(epoch)
-        found = made.bounds[:-1], made.bounds[1:], made.costs.astype(np.float64)
+        begins, ends, costs = made.bounds[:-1], made.bounds[1:], made.costs.astype(np.float64)
         if not self.drop_last:
-            found = _filled(*found, -len(made.costs) % num_replicas)
-        if not (steps := len(found[0]) // num_replicas):
+            begins, ends, costs = _filled(begins, ends, costs, -len(costs) % num_replicas)
+        if not (steps := len(costs) // num_replicas):
             raise ValueError(
-                f"with drop_last each rank must have a batch, and there are {len(found[0])} for {num_replicas} ranks; "
+                f"with drop_last each rank must have a batch, and there are {len(costs)} for {num_replicas} ranks; "
                 "leave drop_last out, or make smaller batches"
             )
-        by_cost = np.argsort(-found[2], kind="stable")[: steps * num_replicas]
-        order = shuffled(np.arange(steps), steps, self.seed, epoch, 1).astype(np.int64)
-        return Steps(*(values[by_cost].reshape(steps, num_replicas)[order] for values in found))
+        by_cost = np.argsort(-costs, kind="stable")[: steps * num_replicas]
+        order = by_cost.reshape(steps, num_replicas)[shuffled(np.arange(steps), steps, self.seed, epoch, 1)]
+        return begins[order], ends[order], costs[order]
 
     def _batches(self, epoch: int) -> Batches:
         """Makes the batches of an epoch."""

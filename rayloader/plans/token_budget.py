@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rayloader.plans.inputs import Array, check_whole, kept, lengths_of, narrow, sorted_windows
-from rayloader.plans.plan import Batches, BatchPlan, Facts, Panel, taking
+from rayloader.options import check_whole
+from rayloader.plans.plan import Array, Batches, BatchPlan, Facts, Panel, taking
+from rayloader.plans.sample_lengths import kept, lengths_of, sorted_windows
 
 Cost = Callable[[Array, Array], Array]
 
@@ -67,9 +68,9 @@ class TokenBudget(BatchPlan):
     ) -> None:
         super().__init__(seed, num_replicas, drop_last)
         self._lengths = lengths_of(lengths)
-        self.max_tokens, self.window = check_whole("max_tokens", max_tokens), check_whole("window", window)
-        self.max_samples = None if max_samples is None else check_whole("max_samples", max_samples)
-        self.multiple_of = check_whole("multiple_of", multiple_of)
+        self.max_tokens, self.window = check_whole("max_tokens", max_tokens, 1), check_whole("window", window, 1)
+        self.max_samples = None if max_samples is None else check_whole("max_samples", max_samples, 1)
+        self.multiple_of = check_whole("multiple_of", multiple_of, 1)
         self._kept, self.left_out = kept(self._lengths, max_tokens, "max_tokens", too_long, ("error", "skip"))
         self._cost = cost
 
@@ -80,24 +81,21 @@ class TokenBudget(BatchPlan):
         return float(1 - made.tokens.sum() / made.room.sum())
 
     def _batches(self, epoch: int) -> Batches:
-        count = len(self._lengths if self._kept is None else self._kept)
-        samples = np.empty(count, narrow(len(self._lengths)))
-        parts: list[tuple[Array, Array, Array]] = []
+        parts: list[tuple[Array, Array, Array, Array]] = []
         for begin, order, lengths in sorted_windows(self._lengths, self._kept, self.window, (self.seed, epoch)):
-            samples[begin : begin + order.size] = order.ravel()
             begins = np.sort(self._begins(lengths))
             flat = lengths.ravel()
-            parts.append((begin + begins, flat[begins], np.add.reduceat(flat, begins)))
-        begins, longest, tokens = map(np.concatenate, zip(*parts, strict=True))
-        sizes = np.diff(begins, append=count)
+            parts.append((order.ravel(), begin + begins, flat[begins], np.add.reduceat(flat, begins)))
+        samples, begins, longest, tokens = map(np.concatenate, zip(*parts, strict=True))
+        sizes = np.diff(begins, append=len(samples))
         room = sizes * longest
         costs = room if self._cost is None else np.asarray(self._cost(sizes, longest), np.float64)
         if costs.shape != sizes.shape or not (np.isfinite(costs).all() and (costs > 0).all()):
             raise ValueError(
-                f"cost must give a finite number above 0 for each of {len(sizes)} batches, got {costs!r}; compute with "
-                "the arrays of samples and longest lengths that it is given"
+                f"cost must give a finite number above 0 for each of {len(sizes)} batches, got {costs!r}; compute it "
+                "with the two arrays that it is given"
             )
-        return Batches(taking(samples), np.append(begins, count), costs, tokens, room)
+        return Batches(taking(samples), np.append(begins, len(samples)), costs, tokens, room)
 
     def _begins(self, lengths: Array) -> Array:
         """Where batches begin, in rows of lengths from the longest on: a step in all rows at once."""
@@ -116,17 +114,13 @@ class TokenBudget(BatchPlan):
         made, (steps, panels) = self._batches_of(self.epoch), self._facts_of_steps()
         sizes = np.diff(made.bounds)
         lines = {
-            "samples": f"{sizes.sum():,}"
-            + (f", and {self.left_out:,} above the budget left out" * bool(self.left_out)),
+            "samples": f"{sizes.sum():,}" + f", and {self.left_out:,} above the budget left out" * bool(self.left_out),
             "batches": f"{len(sizes):,} of {sizes.min():,} to {sizes.max():,} samples, {sizes.mean():,.1f} on average",
             "padding": f"{self.padding:.2%} of the tokens",
             "budget": f"{made.room.mean() / self.max_tokens:.2%} of {self.max_tokens:,} tokens are used, with padding",
             "steps": steps,
         }
         tokens = {"with padding": made.room, "without": made.tokens}
-        panels = [
-            Panel("How many tokens a batch has", "tokens of a batch", "batches", tokens),
-            Panel("How many samples a batch has", "samples of a batch", "batches", {"samples": sizes}),
-            *panels,
-        ]
-        return Facts(lines, panels)
+        of_tokens = Panel("How many tokens a batch has", "tokens of a batch", "batches", tokens)
+        of_samples = Panel("How many samples a batch has", "samples of a batch", "batches", {"samples": sizes})
+        return lines, [of_tokens, of_samples, *panels]

@@ -5,7 +5,7 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from rayloader.data.rows import Row
+from rayloader.data.columns import Row
 
 INDICES = {pa.int8(): 100, pa.uint8(): 200, pa.int16(): 25_000, pa.uint16(): 50_000}
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
 from rayloader.plans import Mixture, Packing, TokenBudget
-from rayloader.plans.inputs import lengths_of
 from rayloader.plans.packing import best_fit
+from rayloader.plans.sample_lengths import lengths_of
 
 SIZES = [1 + 7 * number % 19 for number in range(60)]
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=80)
@@ -148,13 +148,13 @@ def test_samples_above_the_budget_are_named_or_left_out():
 @pytest.mark.parametrize(
     ("lengths", "error"),
     [
-        ([], "lengths must be one number for each of at least one sample"),
-        ([[1]], "lengths must be one number for each of at least one sample"),
-        ([3, -1], "lengths must be from 1 to 4294967295 tokens, and sample 1 has -1"),
-        ([3, 0], "lengths must be from 1 to 4294967295 tokens, and sample 1 has 0"),
-        ([3.0, float("nan")], "each sample must have a length, and sample 1 has nan"),
-        ([0.5, 1.5], "lengths must be whole numbers of tokens, got the type float64"),
-        (pa.array([1, None]), "each sample must have a length, and 1 of 2 in the column are missing"),
+        ([], "lengths must be a number for each of 1 to 4294967295 samples"),
+        ([[1]], "lengths must be a number for each of 1 to 4294967295 samples"),
+        ([3, -1], "lengths must be from 1 to 4294967295, and sample 1 has -1"),
+        ([3, 0], "lengths must be from 1 to 4294967295, and sample 1 has 0"),
+        ([3.0, float("nan")], "lengths must be whole numbers, got the type float64; fill in"),
+        ([0.5, 1.5], "lengths must be whole numbers, got the type float64"),
+        (pa.array([1, None]), "lengths must be whole numbers, got the type float64; fill in"),
     ],
 )
 def test_lengths_that_make_no_sense(lengths, error):

@@ -58,12 +58,9 @@ def test_a_picture_shows_cumulative_shares_against_their_targets(pictures):
     plan.describe("plan.png")
     shares = pictures[0].axes[0]
     assert titles(pictures[0])[0] == "Share of each source so far"
-    (steps, web), (_, target), (_, books), (_, of_books), _ = (values for values, _ in shares.told("plot"))
-    assert [named["label"] for _, named in shares.told("plot") if "label" in named] == [
-        "source web",
-        "source books",
-        "target",
-    ]
+    (steps, web), (_, books), (_, target, _), (_, of_books, _) = (values for values, _ in shares.told("plot"))
+    labels = [named["label"] for _, named in shares.told("plot")]
+    assert labels == ["source web", "source books", "target", None]
     assert (steps[59], web[59], target[59]) == (60, 75, 75)
     assert (web[-1], target[-1], books[-1], of_books[-1]) == (65, 65, 35, 35)
     assert np.abs(steps * (web - target) / 100).max() <= 1
@@ -88,7 +85,7 @@ def test_axes_are_linear_from_zero_and_named(pictures):
         assert not axes.told("set_xscale") + axes.told("set_yscale")
         assert all("log" not in named for _, named in axes.told("hist"))
     labels = [named.get("label") for _, named in pictures[-1].axes[0].told("plot")]
-    assert len([label for label in labels if label]) == 8 + len(["others", "target"])
+    assert len([label for label in labels if label]) == 8 + len(["target"])
 
 
 @pytest.mark.full  # which imports matplotlib

@@ -8,7 +8,6 @@ import pytest
 from interleaved import interleaved
 from rayloader.plans import Mixture, Packing, TokenBudget
 from rayloader.plans import mixture as mixture_module
-from rayloader.plans import shares as shares_module
 
 SIZES = [1 + 7 * number % 19 for number in range(30)]
 PLANS = {
@@ -24,7 +23,7 @@ plans = pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, m
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """An epoch of a mixture is made in parts."""
-    monkeypatch.setattr(shares_module, "_BLOCK", 8)
+    monkeypatch.setattr(mixture_module, "_BLOCK", 8)
     monkeypatch.setattr(mixture_module, "_AT_ONCE", 32)
 
 
@@ -99,8 +98,8 @@ def test_threads_that_count_what_is_read_of_a_mixture(turns):
 
 @pytest.mark.parametrize("ranks", [1, 3, 7, 64])
 def test_the_whole_order_of_a_mixture_is_made_once_for_any_number_of_ranks(ranks, monkeypatch):
-    read, places = shares_module.Stream.read, []
-    monkeypatch.setattr(shares_module.Stream, "read", lambda *of: places.append(of[2] - of[1]) or read(*of))
+    read, places = mixture_module.Stream.read, []
+    monkeypatch.setattr(mixture_module.Stream, "read", lambda *of: places.append(of[2] - of[1]) or read(*of))
     plan = Mixture([300, 100], [0.7, 0.3], epoch_size=5000)
     assert sum(1 for _ in plan.order_for(ranks)) == -(-5000 // ranks) * ranks
     assert sum(places) == -(-5000 // ranks) * ranks

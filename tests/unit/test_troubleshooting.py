@@ -209,7 +209,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "cached() needs": lambda: rayloader.cached(object()),
     "max_bytes must": lambda: rayloader.cached([1], "much"),
     "... is of a folder": lambda: rayloader.cached([1], key="1"),
-    "a cached dataset is asked": lambda: rayloader.cached([1])["a"],
     "index ... is out of range": lambda: rayloader.cached([1])[1],
     "this is not a state of a rayloader.DataLoader": lambda: DataLoader(range(4)).load_state_dict({"epoch": 1}),
     "the state must have all": lacking,
