@@ -34,7 +34,7 @@ from rayloader.errors import ReplicaError, add_note
 from rayloader.protocol import Replica, carried
 from rayloader.random.generators import GENERATORS
 from rayloader.transport import codec, unpicklable
-from rayloader.transport.mapped import Mapped, Region, RegionArray, merged, open_region, open_storage, shared_file
+from rayloader.transport.mapped import Mapped, Region, RegionArray, open_region, open_storage, placed, shared_file
 from rayloader.transport.memory_file import (
     FileAddress,
     MemoryFile,
@@ -87,7 +87,10 @@ class Contents:
 
     def __init__(self, encoded: codec.Encoded) -> None:
         numbers = list(encoded.mapped)
-        self.regions, homes = merged([part.region for part in encoded.mapped.values()])
+        self.regions, homes = placed(
+            (mapped, address_of_buffer(encoded.buffers[number]), encoded.buffers[number].nbytes)
+            for number, mapped in encoded.mapped.items()
+        )
         self.keepers = [part.keeper for part in encoded.mapped.values() if part.keeper is not None]
         table = np.full((len(encoded.buffers), 3), -1, np.int64)
         table[:, 2] = [buffer.nbytes for buffer in encoded.buffers]

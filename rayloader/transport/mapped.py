@@ -26,11 +26,10 @@ import mmap
 import os
 import re
 import socket
-import stat
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -60,14 +59,12 @@ _LINE = re.compile(
 _OURS_OR_RAYS = re.compile(rb"rayloader-|/plasma")  # their memory has owners of its own
 
 
-@dataclass(frozen=True, slots=True)
-class SharedStorage:
+class SharedStorage(NamedTuple):
     """A storage that fills a region; see NOTE [Torch's shared memory]."""
 
+    manager: bytes  # the address of the process that counts the users of `handle`; empty if none does
+    handle: bytes
     nbytes: int
-    has_descriptor: bool  # torch keeps the file open, so that the storage can be sent on
-    manager: bytes = b""  # the address of the process that counts the users of `handle`; empty if none does
-    handle: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +78,13 @@ class Region:
     device: int
     inode: int
     size: int  # of the file, in bytes
-    held: FileAddress | None = None  # a descriptor of it, if the path is not enough
+    held: FileAddress | None = None  # a descriptor of it, for memory that no path leads to
     storage: SharedStorage | None = None  # how torch has mapped it
 
     @property
     def named(self) -> Region:
         """The region without a descriptor: equal if it is the same memory."""
         return replace(self, held=None)
-
-    @property
-    def end(self) -> int:
-        """The byte of the file after its last."""
-        return self.offset + self.nbytes
 
 
 class Mapped(NamedTuple):
@@ -101,11 +93,6 @@ class Mapped(NamedTuple):
     region: Region
     address: int
     keeper: MemoryFile | None
-
-    def part(self, address: int, nbytes: int) -> Mapped:
-        """A range of its bytes."""
-        offset = self.region.offset + address - self.address
-        return Mapped(replace(self.region, offset=offset, nbytes=nbytes, storage=None), address, self.keeper)
 
 
 class RegionArray(np.ndarray[Any, Any]):
@@ -140,7 +127,8 @@ class Finder:
         if isinstance(root, RegionArray) or (isinstance(root, np.memmap) and isinstance(owner, mmap.mmap)):
             return self._once("array", id(root), lambda: self._of_root(root))
         if isinstance(owner, Tensor):
-            return self.of_storage(owner.untyped_storage())
+            found = self.of_storage(owner.untyped_storage())
+            return None if found is None else found._replace(region=replace(found.region, storage=None))
         return self.of_ctypes(owner.obj if isinstance(owner, memoryview) else owner)
 
     def of_storage(self, storage: torch.UntypedStorage) -> Mapped | None:
@@ -178,28 +166,22 @@ class Finder:
     def _of_memmap(self, root: Any) -> Mapped | None:
         """The region of an `np.memmap`, whose file Python keeps open."""
         path = os.path.realpath(root.filename) if root.filename is not None else "of no name"
-        named, deleted = self._descriptors.get(path, {}), self._descriptors.get(path + _DELETED, {})
         mode = "r+" if root.mode == "w+" else root.mode
-        if len(named) + len(deleted) == 1:  # otherwise which of them?
-            (fd,) = (named or deleted).values()
-            with contextlib.suppress(OSError, MemoryFileError):
-                if deleted:
-                    return _held(fd, root.offset, address_of(root), root.nbytes, mode)
-                return Mapped(_region(fd, path, mode, root.offset, root.nbytes), address_of(root), None)
+        if path in self._descriptors and path + _DELETED not in self._descriptors:  # otherwise which of them?
+            with contextlib.suppress(OSError):
+                region = _region(self._descriptors[path], path, mode, root.offset, root.nbytes)
+                return Mapped(region, address_of(root), None)
         if mode != "r+":
             return None
         raise _unreachable(path)
 
     @functools.cached_property
-    def _descriptors(self) -> dict[str, dict[tuple[int, int], int]]:
-        """Of the files that this process has open, by path and by device and inode: one descriptor each."""
-        found: dict[str, dict[tuple[int, int], int]] = {}
+    def _descriptors(self) -> dict[str, int]:
+        """Of the files that this process has open, by path."""
+        found: dict[str, int] = {}
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
-                status = os.fstat(int(name))
-                if stat.S_ISREG(status.st_mode):
-                    of_path = found.setdefault(os.readlink(f"/proc/self/fd/{name}"), {})
-                    of_path[status.st_dev, status.st_ino] = int(name)
+                found[os.readlink(f"/proc/self/fd/{name}")] = int(name)
         return found
 
     def _of_whole(self, whole: Any) -> Mapped | None:
@@ -207,12 +189,8 @@ class Finder:
         for mapping in self._mappings:
             if mapping.start == whole.address and mapping.end >= whole.address + whole.size:
                 mode = "r+" if mapping.shared and mapping.writable else "r"
-                with contextlib.suppress(OSError):
-                    fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                    try:
-                        region = _region(fd, mapping.path, mode, mapping.offset, whole.size)
-                    finally:
-                        os.close(fd)
+                with contextlib.suppress(OSError), _opened(mapping.path, os.O_RDONLY) as fd:
+                    region = _region(fd, mapping.path, mode, mapping.offset, whole.size)
                     return Mapped(region, whole.address, None) if region.inode == mapping.inode else None
         return None
 
@@ -265,39 +243,42 @@ def _region(fd: int, path: str, mode: str, offset: int, nbytes: int, **more: Any
     return Region(path, mode, offset, nbytes, status.st_dev, status.st_ino, status.st_size, **more)
 
 
-def _held(
-    fd: int, offset: int, address: int, nbytes: int, mode: str = "r+", storage: SharedStorage | None = None
-) -> Mapped:
-    """Memory of a file that has no name: another descriptor of it is kept."""
-    flags = (os.O_RDWR if mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC
+def _held(fd: int, offset: int, address: int, nbytes: int, storage: SharedStorage | None = None) -> Mapped:
+    """Shared memory, to which no path leads, or none for long: another descriptor of it is kept."""
     path = os.readlink(f"/proc/self/fd/{fd}")
-    held = MemoryFile.received(os.open(f"/proc/self/fd/{fd}", flags), path)
-    return Mapped(_region(held.fd, path, mode, offset, nbytes, held=held.address, storage=storage), address, held)
+    held = MemoryFile.received(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), path)
+    return Mapped(_region(held.fd, path, "r+", offset, nbytes, held=held.address, storage=storage), address, held)
 
 
 def _of_shared(storage: torch.UntypedStorage) -> Mapped | None:
     """The memory of a storage that is shared for torch; see NOTE [Torch's shared memory]."""
-    start, nbytes = storage.data_ptr(), storage.nbytes()
+    start, plain = storage.data_ptr(), SharedStorage(b"", b"", storage.nbytes())
     path = storage.filename
     try:
         if path is not None:
             path = os.path.abspath(path)
-            status = os.stat(path)
-            where = status.st_dev, status.st_ino, status.st_size
-            return Mapped(Region(path, "r+", 0, nbytes, *where, storage=SharedStorage(nbytes, False)), start, None)
+            with _opened(path, os.O_RDONLY) as fd:
+                return Mapped(_region(fd, path, "r+", 0, plain.nbytes, storage=plain), start, None)
         if start % _PAGE == _COUNT:
-            manager, handle, nbytes = share_by_name(storage)  # shared already: this only returns its name
-            path = _SHARED_MEMORY + os.fsdecode(handle).lstrip("/")
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                return _held(fd, _COUNT, start, nbytes, storage=SharedStorage(nbytes, True, manager, handle))
-            finally:
-                os.close(fd)
+            counted = SharedStorage(*share_by_name(storage))  # shared already: this only returns its name
+            path = _SHARED_MEMORY + os.fsdecode(counted.handle).lstrip("/")
+            with _opened(path, os.O_RDWR) as fd:
+                return _held(fd, _COUNT, start, counted.nbytes, counted)
         fd, _ = share_by_descriptor(storage)  # likewise, its descriptor
         # Without one it is a private mapping, of `torch.from_file(shared=False)`, whose file torch does not tell.
-        return None if fd < 0 else _held(fd, 0, start, nbytes, storage=SharedStorage(nbytes, True))
+        return None if fd < 0 else _held(fd, 0, start, plain.nbytes, plain)
     except (OSError, MemoryFileError) as error:
         raise _unreachable(path or "a shared tensor's") from error
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int) -> Iterator[int]:
+    """A descriptor of a file, for the block."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _unreachable(path: str) -> ReplicaError:
@@ -326,35 +307,27 @@ def is_written(address: int, nbytes: int) -> bool:
     return False
 
 
-def merged(parts: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
-    """What is mapped at once: regions of whole pages that hold these parts of files.
+def placed(parts: Iterable[tuple[Mapped, int, int]]) -> tuple[list[Region], list[tuple[int, int]]]:
+    """What is to be mapped for parts of mapped memory, each given with its address and its bytes.
 
-    Private parts that overlap get a region each: what is written to one must not show in the other, as if they had been
-    copied one by one.
+    Private parts that overlap get a mapping each: what is written to one must not show in the other, as if they had
+    been copied one by one.
 
     Returns:
-        The regions, and for each part the number of its region and where it begins there.
+        Regions of whole pages, and for each part the number of its region and where it begins there.
     """
     regions: list[Region] = []
-    homes = [(-1, 0)] * len(parts)
-    of_file: dict[Region, list[int]] = {}
-    for number in sorted(range(len(parts)), key=lambda number: parts[number].offset):
-        part = parts[number]
-        known = of_file.setdefault(replace(part, offset=0, nbytes=0), [])
-        fits = (home for home in known if part.mode != "c" or regions[home].end <= part.offset)
-        if part.storage is not None or (home := next(fits, None)) is None:
-            home = len(regions)
-            known.append(home)
-            regions.append(part)
-        region = regions[home]
-        if part.storage is None:
-            regions[home] = replace(region, nbytes=max(region.end, part.end) - region.offset)
-        homes[number] = home, part.offset
-    starts = [region.offset & -_PAGE for region in regions]
-    whole = [
-        replace(region, offset=start, nbytes=region.end - start) for region, start in zip(regions, starts, strict=True)
-    ]
-    return whole, [(home, offset - starts[home]) for home, offset in homes]
+    homes: dict[int, tuple[int, int]] = {}
+    ends: dict[Mapped, dict[int, int]] = {}  # of the last part in each of its regions, an address
+    for number, (mapped, start, nbytes) in sorted(enumerate(parts), key=lambda part: part[1][1]):
+        own, whole, before = ends.setdefault(mapped, {}), mapped.region, mapped.region.offset % _PAGE
+        free = [home for home, end in own.items() if whole.mode != "c" or end <= start]
+        home = free[0] if free else len(regions)
+        if not free:
+            regions.append(replace(whole, offset=whole.offset - before, nbytes=whole.nbytes + before))
+        own[home] = start + nbytes
+        homes[number] = home, start - mapped.address + before
+    return regions, [homes[number] for number in range(len(homes))]
 
 
 def open_region(region: Region, *, here: bool) -> int:
@@ -370,34 +343,32 @@ def open_region(region: Region, *, here: bool) -> int:
     Raises:
         ReplicaError: the file is not here, or is a different one.
     """
-    writable = region.mode == "r+"
-    what = "shared memory" if region.path.startswith((_SHARED_MEMORY, "/memfd:", "/dev/zero")) else "a file"
-    where = f"The dataset refers to {what}, {region.path} ({'writable' if writable else 'read only'}), which"
-    if region.held is not None and here:
+    node, where = socket.gethostname(), f"The dataset refers to a file, {region.path}, which"
+    if region.held is not None:
         try:
-            return open_file(region.held, writable=writable)
+            if here:
+                return open_file(region.held, writable=True)
+            why = "it is another node"
         except MemoryFileError as error:
-            raise ReplicaError(f"{where} this worker on {socket.gethostname()} can't open: {error}") from error
+            why = str(error)
+        raise ReplicaError(
+            f"The dataset refers to shared memory, {region.path}, which can't be opened on node {node} ({why}); give "
+            "the dataset a copy (clone(), np.array()), or keep the workers on the driver's node"
+        )
     remedy = (
         "put it on every node under the same path, or keep the workers where it is "
         "(ray_remote_args, for instance a scheduling_strategy or label_selector)"
     )
-    if region.held is not None:
-        remedy = "give the dataset a copy (clone(), np.array()), or keep the workers on the driver's node"
-        if writable:  # a file with that name here is not the same memory
-            raise ReplicaError(f"{where} does not reach node {socket.gethostname()}; {remedy}")
     try:
-        fd = os.open(region.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        fd = os.open(region.path, (os.O_RDWR if region.mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
-        raise ReplicaError(
-            f"{where} node {socket.gethostname()} does not have, or may not open: {error.strerror}; {remedy}"
-        ) from error
+        raise ReplicaError(f"{where} node {node} does not have, or may not open: {error.strerror}; {remedy}") from error
     status = os.fstat(fd)
     if (status.st_dev, status.st_ino) != (region.device, region.inode) if here else status.st_size != region.size:
         os.close(fd)
         raise ReplicaError(
-            f"{where} on node {socket.gethostname()} is another file, of {status.st_size} bytes; the driver's had "
-            f"{region.size}; {remedy}"
+            f"{where} on node {node} is another file, of {status.st_size} bytes; the driver's had {region.size}; "
+            f"{remedy}"
         )
     return fd
 
@@ -411,22 +382,16 @@ def open_storage(region: Region, fd: int) -> torch.UntypedStorage | None:
         region: of this node's.
         fd: from `open_region`.
     """
-    shared = region.storage
+    shared, storage = region.storage, cast("torch.UntypedStorage | None", None)
     if shared is None:
         return None
-    kind: Any = torch.UntypedStorage
-    storage: torch.UntypedStorage
-    if shared.has_descriptor and not shared.manager:
+    if region.held is None:
+        storage = cast("Any", torch.UntypedStorage).from_file(region.path, True, shared.nbytes)
+    elif not shared.manager:
         storage = shared_by_descriptor(fd, shared.nbytes)  # duplicates the descriptor
-        return storage
-    if not shared.manager:
-        storage = kind.from_file(region.path, True, shared.nbytes)
-        return storage
-    try:
-        status = os.stat(_SHARED_MEMORY + os.fsdecode(shared.handle).lstrip("/"))
-        if (status.st_dev, status.st_ino) != (region.device, region.inode):
-            return None
-        storage = shared_by_name(shared.manager, shared.handle, shared.nbytes)
-        return storage
-    except (OSError, RuntimeError):  # without a name, it cannot be shared again
-        return None
+    else:
+        with contextlib.suppress(OSError, RuntimeError):  # without a name, it cannot be shared again
+            status = os.stat(region.path)
+            if (status.st_dev, status.st_ino) == (region.device, region.inode):
+                storage = shared_by_name(*shared)
+    return storage

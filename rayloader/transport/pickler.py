@@ -331,7 +331,7 @@ class Pickler(ByValuePickler):
             return kind.from_buffer, (np.frombuffer(obj, np.uint8),)  # type: ignore[attr-defined]
         if (kind.__module__, kind.__name__) == _ARROWS_BUFFER and (mapped := finder.of_buffer(obj)) is not None:
             make, (buffer,) = obj.__reduce_ex__(PROTOCOL)
-            self.mapped[buffer] = mapped.part(obj.address, obj.size)
+            self.mapped[buffer] = mapped
             return make, (buffer,)
         if issubclass(kind, tuple) and _has_own_new(kind):
             return tuple.__new__, (kind, tuple(obj)), getattr(obj, "__dict__", None)
@@ -455,7 +455,7 @@ class Pickler(ByValuePickler):
         # Memory that is not NumPy's is none of the pickle's: others may write to it, which `shared_file` looks for.
         buffer = bytearray(content) if nbytes <= _IN_BAND and owned else pickle.PickleBuffer(content)
         if mapped is not None:
-            self.mapped[cast("pickle.PickleBuffer", buffer)] = mapped.part(low, nbytes)
+            self.mapped[cast("pickle.PickleBuffer", buffer)] = mapped
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
         arguments = buffer, array.shape, dtype.str if by_name else dtype
         layout = strides, offset, order, writable, kind
