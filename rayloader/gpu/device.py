@@ -144,9 +144,6 @@ class Accelerator(Protocol):
         A tensor that is not page-locked is copied into page-locked memory of torch's first, which torch uses again.
         """
 
-    def copy_small(self, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """The same of several small contiguous tensors in main memory, by one transfer."""
-
     def wait(self, event: Event, device: torch.device, leaves: Iterable[Any]) -> None:
         """Lets what the calling thread queues on the device from now on find what `copy` has returned.
 
@@ -175,18 +172,6 @@ def move(leaf: Any, device: torch.device) -> Any:
     except TypeError:  # objects of the program's may take the device alone
         moved = leaf.to(device)
     return leaf if moved is None else moved  # which has moved itself
-
-
-def side_by_side(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of contiguous tensors, in one."""
-    return torch.cat([leaf.reshape(-1).view(torch.uint8) for leaf in leaves])
-
-
-def spread(packed: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
-    """Copies into each of these tensors, on the device of `packed`, its part of what `side_by_side` has made."""
-    parts = [leaf.view(-1).view(torch.uint8) for leaf in leaves]
-    for part, source in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
-        part.copy_(source)
 
 
 class _Events(Event):
@@ -305,13 +290,6 @@ class TorchAccelerator(Accelerator):
                 leaf = leaf.pin_memory()  # the same tensor, if it is page-locked
         with self._module.stream(self._queue(device)):
             return move(leaf, device)
-
-    @override
-    def copy_small(self, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        with self._module.stream(self._queue(device)):
-            moved = [torch.empty_like(leaf, device=device) for leaf in leaves]
-            spread(self.copy(side_by_side(leaves), device), moved)
-        return moved
 
     @override
     def wait(self, event: Event, device: torch.device, leaves: Iterable[Any]) -> None:

@@ -7,10 +7,6 @@ it is. What the user queues on its current stream finds the batch on the device,
 NOTE [Late moves]. Ahead of the user, copies are queued on a stream of our own, and the memory of their results must be
 recorded for the user's stream (`record_stream`), or the allocator would give it to the next batch too early. Objects
 with a `to` alone, and tensors that cannot be recorded, are moved when they are handed over, on the user's stream.
-
-NOTE [Small tensors]. A copy costs some 20 us of the interpreter, however small it is. So the small tensors of a batch,
-such as labels, go to the device side by side, in one piece. There each gets memory of its own, as by `to`: who keeps or
-resizes one touches no other.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from typing_extensions import override
 from rayloader._compat import pin_memory, pinning_device_index
 from rayloader.epoch.ahead import Delivery
 from rayloader.gpu import device as devices
-from rayloader.gpu.device import PAGEABLE_BYTES, Accelerator, Event
+from rayloader.gpu.device import Accelerator, Event
 from rayloader.protocol import Caught
 
 _Work = TypeVar("_Work", bound=Callable[..., Any])
@@ -160,8 +156,6 @@ class Moved:
         self._device, self._accelerator = device, accelerator
         self._leaves: list[Any] = []  # what was copied
         self._of_user = False  # whether some objects are moved when they are handed over
-        self._small: dict[int, list[torch.Tensor]] = {}  # copies of small tensors, by the identity of what was copied
-        self._copy_small(data)
         self._data = rebuilt(data, self._copy)
         self._event: Event = accelerator.event(device)
 
@@ -169,26 +163,9 @@ class Moved:
         if not _can_be_recorded(leaf):
             self._of_user = True
             return leaf
-        if there := self._small.get(id(leaf)):
-            return there.pop()
         copied = self._accelerator.copy(leaf, self._device)
         self._leaves.append(copied)
         return copied
-
-    def _copy_small(self, data: Any) -> None:
-        """Copies the small tensors of a batch together, if there are several; see NOTE [Small tensors]."""
-        small: list[torch.Tensor] = []
-
-        def note(leaf: Any) -> Any:
-            if _is_small(leaf):
-                small.append(leaf)
-            return leaf
-
-        rebuilt(data, note)
-        if len(small) > 1:
-            self._leaves += self._accelerator.copy_small(small, self._device)
-            for leaf, there in zip(small, self._leaves, strict=True):
-                self._small.setdefault(id(leaf), []).append(there)
 
     def _move(self, leaf: Any) -> Any:
         return leaf if _can_be_recorded(leaf) else devices.move(leaf, self._device)
@@ -219,18 +196,6 @@ class Moved:
 def moved_here(data: Any, device: torch.device) -> Any:
     """A batch, moved on the calling thread's current stream."""
     return rebuilt(data, lambda leaf: devices.move(leaf, device))
-
-
-def _is_small(leaf: Any) -> bool:
-    """Whether it is a plain tensor in main memory, of a few bytes, that a copy of these bytes is equal to."""
-    return (
-        type(leaf) is torch.Tensor
-        and leaf.device.type == "cpu"
-        and leaf.layout is torch.strided
-        and 0 < leaf.nbytes <= PAGEABLE_BYTES
-        and leaf.is_contiguous()
-        and not (leaf.is_quantized or leaf.is_nested or leaf.requires_grad or leaf.is_conj() or leaf.is_neg())
-    )
 
 
 def _can_be_recorded(leaf: Any) -> bool:
