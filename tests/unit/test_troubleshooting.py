@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 import rayloader
 from documents import ROOT
 from rayloader import DataLoader, SharedList
-from rayloader.transport import local_line
+from rayloader.transport import line
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
@@ -149,7 +149,7 @@ def unforked() -> None:
 def unpaired() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socketpair", refused)
-        local_line.pair()
+        line.pair()
 
 
 def refused() -> None:
