@@ -33,7 +33,7 @@ from rayloader.random.random_state import RandomState, seed_all, seed_torch
 from rayloader.resume.digest import chain, digest, of_error
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import SnapshotTaker, WorkerState, end_again, has_state, load_state
-from rayloader.transport import codec, unpicklable
+from rayloader.transport import codec
 from rayloader.transport.arena import ArenaWriter
 from rayloader.transport.lanes import Wire, from_wire, in_message, sealed, to_wire
 
@@ -350,7 +350,7 @@ class HostedWorker:
             try:
                 encoded = _encode(batch, fresh=fresh)
             except Exception as error:  # the user's objects may raise anything
-                unpicklable.note_batch(error, batch, _encode)
+                codec.note_batch(error, batch, _encode)
                 raise
             checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum([buffer.nbytes for buffer in encoded.buffers])

@@ -2,10 +2,10 @@
 
 Promise: these are sent as a `Region`, a reference to a part of a file, and are never read whole: `np.memmap`, tensors
 in torch's shared memory and those of `torch.from_file(shared=True)`, the arrays of `multiprocessing` (`RawArray`, or
-what is in an `Array`), buffers of Arrow's memory maps, and NumPy's views of all these. Mapped again they behave as
-before: shared and writable, private, or read-only. What the program has written to in a private mapping is its own, and
-no region. The caller copies all other memory, also memory of a file whose object does not tell so, such as
-`torch.from_numpy` of an `np.memmap`; `shared_file` tells whether others would miss what is written there.
+what is in an `Array`), and NumPy's views of all these. Mapped again they behave as before: shared and writable, or
+read-only. The caller copies all other memory: that of private maps (mode "c"), and memory of a file whose object does
+not tell so, such as `torch.from_numpy` of an `np.memmap`; `shared_file` tells whether others would miss what is written
+there.
 
 Driver: `Finder`, for one object that is being pickled. Worker: `open_region`, `open_storage`. This module does not
 import Ray.
@@ -35,27 +35,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayloader._compat import (
-    file_of_ctypes,
-    share_by_descriptor,
-    share_by_name,
-    shared_by_descriptor,
-    shared_by_name,
-)
+from rayloader import _compat
 from rayloader.errors import ReplicaError
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 from rayloader.transport.raw import address as address_of
 from rayloader.transport.raw import root_of
 
 _PAGE = mmap.PAGESIZE
-_SCAN = 1 << 17  # entries of pagemap read at a time: 1 MiB
 _DELETED = " (deleted)"
 _SHARED_MEMORY = "/dev/shm/"
 _COUNT = 64  # bytes before a storage of the strategy "file_system": the count of its users
-# Of /proc/self/maps: start, end, whether writable and shared, offset, inode, path. Page-locked memory is a device's.
-_LINE = re.compile(
-    rb"^([0-9a-f]+)-([0-9a-f]+) r(.).(.) ([0-9a-f]+) \S+ ([1-9]\d*) +(/(?!dev/(?!shm/)|SYSV).*)$", re.MULTILINE
-)
+# Of /proc/self/maps what is shared and writable: start, end, path. Page-locked memory is a device's.
+_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw.s \S+ \S+ [1-9]\d* +(/(?!dev/(?!shm/)|SYSV).*)$", re.MULTILINE)
 _OURS_OR_RAYS = re.compile(rb"rayloader-|/plasma")  # their memory has owners of its own
 
 
@@ -69,10 +60,10 @@ class SharedStorage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a file, and how it was mapped."""
+    """A part of a file, whole pages, that is mapped shared."""
 
-    path: str  # as the kernel shows it; with " (deleted)" it no longer exists
-    mode: str  # "r+" is shared and writable, "c" private, "r" read-only
+    path: str  # as the kernel shows it
+    writable: bool
     offset: int
     nbytes: int
     device: int
@@ -92,7 +83,7 @@ class Mapped(NamedTuple):
 
     region: Region
     address: int
-    keeper: MemoryFile | None
+    keeper: MemoryFile | None = None
 
 
 class RegionArray(np.ndarray[Any, Any]):
@@ -124,8 +115,10 @@ class Finder:
         owner = root.base
         if owner is None:
             return None
-        if isinstance(root, RegionArray) or (isinstance(root, np.memmap) and isinstance(owner, mmap.mmap)):
-            return self._once("array", id(root), lambda: self._of_root(root))
+        if isinstance(root, RegionArray):
+            return root.mapped
+        if isinstance(root, np.memmap) and isinstance(owner, mmap.mmap):
+            return self._once("array", id(root), lambda: self._of_memmap(root))
         if isinstance(owner, Tensor):
             found = self.of_storage(owner.untyped_storage())
             return None if found is None else found._replace(region=replace(found.region, storage=None))
@@ -139,17 +132,8 @@ class Finder:
 
     def of_ctypes(self, obj: object) -> Mapped | None:
         """The shared memory of an object of ctypes that `multiprocessing` has made."""
-        found = file_of_ctypes(obj)
+        found = _compat.file_of_ctypes(obj)
         return None if found is None else self._once("ctypes", id(obj), lambda: _held(*found))
-
-    def of_buffer(self, buffer: Any) -> Mapped | None:
-        """The mapped file of a buffer of Arrow's."""
-        whole = buffer
-        while whole.parent is not None:
-            whole = whole.parent
-        if not whole.size or whole.address % _PAGE:  # as buffers in the heap
-            return None
-        return self._once("buffer", whole.address, lambda: self._of_whole(whole))
 
     def _once(self, kind: str, number: int, find: Callable[[], Mapped | None]) -> Mapped | None:
         """What was found before, for the same object or memory, which the graph keeps."""
@@ -157,21 +141,16 @@ class Finder:
             self._found[kind, number] = find()
         return self._found[kind, number]
 
-    def _of_root(self, root: np.ndarray[Any, Any]) -> Mapped | None:
-        mapped = root.mapped if isinstance(root, RegionArray) else self._of_memmap(root)
-        if mapped is None or (mapped.region.mode == "c" and is_written(mapped.address, mapped.region.nbytes)):
-            return None
-        return mapped
-
     def _of_memmap(self, root: Any) -> Mapped | None:
-        """The region of an `np.memmap`, whose file Python keeps open."""
+        """The region of an `np.memmap`, whose file Python keeps open; a private one is copied, as is all else."""
+        if root.mode == "c":
+            return None
         path = os.path.realpath(root.filename) if root.filename is not None else "of no name"
-        mode = "r+" if root.mode == "w+" else root.mode
         if path in self._descriptors and path + _DELETED not in self._descriptors:  # otherwise which of them?
             with contextlib.suppress(OSError):
-                region = _region(self._descriptors[path], path, mode, root.offset, root.nbytes)
-                return Mapped(region, address_of(root), None)
-        if mode != "r+":
+                fd, writable = self._descriptors[path], root.mode != "r"
+                return Mapped(*_region(fd, path, root.offset, address_of(root), root.nbytes, writable=writable))
+        if root.mode == "r":
             return None
         raise _unreachable(path)
 
@@ -184,70 +163,36 @@ class Finder:
                 found[os.readlink(f"/proc/self/fd/{name}")] = int(name)
         return found
 
-    def _of_whole(self, whole: Any) -> Mapped | None:
-        """The region of a whole buffer; None if its file is not to be found. Only the kernel knows which it is."""
-        for mapping in self._mappings:
-            if mapping.start == whole.address and mapping.end >= whole.address + whole.size:
-                mode = "r+" if mapping.shared and mapping.writable else "r"
-                with contextlib.suppress(OSError), _opened(mapping.path, os.O_RDONLY) as fd:
-                    region = _region(fd, mapping.path, mode, mapping.offset, whole.size)
-                    return Mapped(region, whole.address, None) if region.inode == mapping.inode else None
-        return None
-
-    @functools.cached_property
-    def _mappings(self) -> list[_Mapping]:
-        return _mappings()
-
 
 def shared_file(addresses: Iterable[int]) -> str | None:
-    """A file that one of these addresses belongs to and is written to by all who have mapped it; None for none."""
-    shared = [mapping for mapping in _mappings() if mapping.shared and mapping.writable]
-    if not shared:
-        return None
-    starts = [mapping.start for mapping in shared]
-    for address in addresses:
+    """A file that one of these addresses belongs to and is written to by all who have mapped it; None for none.
+
+    Devices, our own files and Ray's do not count.
+    """
+    with open("/proc/self/maps", "rb") as file:
+        lines = [line for line in _LINE.findall(file.read()) if not _OURS_OR_RAYS.search(line[2])]
+    starts = [int(start, 16) for start, _, _ in lines]
+    for address in addresses if lines else ():
         found = bisect(starts, address) - 1
-        if found >= 0 and address < shared[found].end:
-            return shared[found].path
+        if found >= 0 and address < int(lines[found][1], 16):
+            return os.fsdecode(lines[found][2])
     return None
 
 
-class _Mapping(NamedTuple):
-    """A line of `/proc/self/maps`."""
-
-    start: int
-    end: int
-    writable: bool
-    shared: bool
-    offset: int
-    inode: int
-    path: str
-
-
-def _mappings() -> list[_Mapping]:
-    """The files that this process has mapped, by address, besides devices, our own and Ray's."""
-    try:
-        with open("/proc/self/maps", "rb") as file:
-            lines = _LINE.findall(file.read())
-    except OSError:  # no /proc
-        return []
-    return [
-        _Mapping(int(start, 16), int(end, 16), write == b"w", share == b"s", int(offset, 16), int(inode), path)
-        for start, end, write, share, offset, inode, name in lines
-        if not _OURS_OR_RAYS.search(name) and (path := os.fsdecode(name.replace(rb"\012", b"\n")))
-    ]
-
-
-def _region(fd: int, path: str, mode: str, offset: int, nbytes: int, **more: Any) -> Region:
-    status = os.fstat(fd)
-    return Region(path, mode, offset, nbytes, status.st_dev, status.st_ino, status.st_size, **more)
+def _region(
+    fd: int, path: str, offset: int, address: int, nbytes: int, *, writable: bool = True, **more: Any
+) -> tuple[Region, int]:
+    """The whole pages of a file that hold a part of it, and the address of the first, given that of the part."""
+    status, before = os.fstat(fd), offset % _PAGE
+    where = status.st_dev, status.st_ino, status.st_size
+    return Region(path, writable, offset - before, nbytes + before, *where, **more), address - before
 
 
 def _held(fd: int, offset: int, address: int, nbytes: int, storage: SharedStorage | None = None) -> Mapped:
     """Shared memory, to which no path leads, or none for long: another descriptor of it is kept."""
     path = os.readlink(f"/proc/self/fd/{fd}")
     held = MemoryFile.received(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), path)
-    return Mapped(_region(held.fd, path, "r+", offset, nbytes, held=held.address, storage=storage), address, held)
+    return Mapped(*_region(held.fd, path, offset, address, nbytes, held=held.address, storage=storage), held)
 
 
 def _of_shared(storage: torch.UntypedStorage) -> Mapped | None:
@@ -257,14 +202,14 @@ def _of_shared(storage: torch.UntypedStorage) -> Mapped | None:
     try:
         if path is not None:
             path = os.path.abspath(path)
-            with _opened(path, os.O_RDONLY) as fd:
-                return Mapped(_region(fd, path, "r+", 0, plain.nbytes, storage=plain), start, None)
+            with _opened(path) as fd:
+                return Mapped(*_region(fd, path, 0, start, plain.nbytes, storage=plain))
         if start % _PAGE == _COUNT:
-            counted = SharedStorage(*share_by_name(storage))  # shared already: this only returns its name
+            counted = SharedStorage(*_compat.share_by_name(storage))  # shared already: this only returns its name
             path = _SHARED_MEMORY + os.fsdecode(counted.handle).lstrip("/")
-            with _opened(path, os.O_RDWR) as fd:
+            with _opened(path) as fd:
                 return _held(fd, _COUNT, start, counted.nbytes, counted)
-        fd, _ = share_by_descriptor(storage)  # likewise, its descriptor
+        fd, _ = _compat.share_by_descriptor(storage)  # likewise, its descriptor
         # Without one it is a private mapping, of `torch.from_file(shared=False)`, whose file torch does not tell.
         return None if fd < 0 else _held(fd, 0, start, plain.nbytes, plain)
     except (OSError, MemoryFileError) as error:
@@ -272,9 +217,9 @@ def _of_shared(storage: torch.UntypedStorage) -> Mapped | None:
 
 
 @contextlib.contextmanager
-def _opened(path: str, flags: int) -> Iterator[int]:
+def _opened(path: str) -> Iterator[int]:
     """A descriptor of a file, for the block."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield fd
     finally:
@@ -286,48 +231,6 @@ def _unreachable(path: str) -> ReplicaError:
         f"the dataset writes to memory that it shares with other processes, {path}, which can't be opened any more; "
         'keep the file under its name, give the dataset a copy, or use workers="fork"'
     )
-
-
-def is_written(address: int, nbytes: int) -> bool:
-    """Whether a private mapping of this process may differ from its file: also if the kernel does not reveal that."""
-    first_page, last_page = address // _PAGE, -(-(address + nbytes) // _PAGE)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            for first in range(first_page, last_page, _SCAN):
-                count = min(_SCAN, last_page - first)
-                entries = np.frombuffer(os.pread(file.fileno(), 8 * count, 8 * first), np.uint64)
-                if len(entries) != count:
-                    return True
-                # Bits 63 and 62: there is a page, in memory or swapped out. Bit 61: it is the file's.
-                own = (entries >> np.uint64(61) & np.uint64(1)) == 0
-                if np.any((entries >> np.uint64(62) != 0) & own):
-                    return True
-    except OSError:
-        return True
-    return False
-
-
-def placed(parts: Iterable[tuple[Mapped, int, int]]) -> tuple[list[Region], list[tuple[int, int]]]:
-    """What is to be mapped for parts of mapped memory, each given with its address and its bytes.
-
-    Private parts that overlap get a mapping each: what is written to one must not show in the other, as if they had
-    been copied one by one.
-
-    Returns:
-        Regions of whole pages, and for each part the number of its region and where it begins there.
-    """
-    regions: list[Region] = []
-    homes: dict[int, tuple[int, int]] = {}
-    ends: dict[Mapped, dict[int, int]] = {}  # of the last part in each of its regions, an address
-    for number, (mapped, start, nbytes) in sorted(enumerate(parts), key=lambda part: part[1][1]):
-        own, whole, before = ends.setdefault(mapped, {}), mapped.region, mapped.region.offset % _PAGE
-        free = [home for home, end in own.items() if whole.mode != "c" or end <= start]
-        home = free[0] if free else len(regions)
-        if not free:
-            regions.append(replace(whole, offset=whole.offset - before, nbytes=whole.nbytes + before))
-        own[home] = start + nbytes
-        homes[number] = home, start - mapped.address + before
-    return regions, [homes[number] for number in range(len(homes))]
 
 
 def open_region(region: Region, *, here: bool) -> int:
@@ -360,7 +263,7 @@ def open_region(region: Region, *, here: bool) -> int:
         "(ray_remote_args, for instance a scheduling_strategy or label_selector)"
     )
     try:
-        fd = os.open(region.path, (os.O_RDWR if region.mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC)
+        fd = os.open(region.path, (os.O_RDWR if region.writable else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
         raise ReplicaError(f"{where} node {node} does not have, or may not open: {error.strerror}; {remedy}") from error
     status = os.fstat(fd)
@@ -388,10 +291,10 @@ def open_storage(region: Region, fd: int) -> torch.UntypedStorage | None:
     if region.held is None:
         storage = cast("Any", torch.UntypedStorage).from_file(region.path, True, shared.nbytes)
     elif not shared.manager:
-        storage = shared_by_descriptor(fd, shared.nbytes)  # duplicates the descriptor
+        storage = _compat.shared_by_descriptor(fd, shared.nbytes)  # duplicates the descriptor
     else:
         with contextlib.suppress(OSError, RuntimeError):  # without a name, it cannot be shared again
             status = os.stat(region.path)
             if (status.st_dev, status.st_ino) == (region.device, region.inode):
-                storage = shared_by_name(*shared)
+                storage = _compat.shared_by_name(*shared)
     return storage

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -158,12 +158,11 @@ def make_array(
     dtype: Any,
     strides: tuple[int, ...] | None = None,
     offset: int = 0,
-    order: Literal["C", "F"] = "C",
     writable: bool = True,
     kind: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
     """Creates a view of a buffer."""
-    array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides, order)
+    array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides)
     if not writable:
         array.flags.writeable = False
     return array
@@ -192,11 +191,3 @@ def set_attributes(obj: Any, state: Any) -> None:
         object.__getattribute__(obj, "__dict__").update(attributes)
     for name, value in (slots or {}).items():
         setattr(obj, name, value)
-
-
-def resized() -> ValueError:
-    """The error for memory that is gone, or is smaller than when its tensor or array was pickled."""
-    return ValueError(
-        "a tensor or array was resized while it was being sent to the workers, so its values are gone; resize none in "
-        "__getstate__, nor in a thread while iter() runs, but assign new ones"
-    )
