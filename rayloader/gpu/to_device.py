@@ -113,23 +113,17 @@ def device_of(given: torch.device | str) -> tuple[torch.device, Accelerator]:
     Raises:
         ValueError: there is no such device here.
     """
-    device = torch.device(given)
-    accelerator = devices.current()
-    found = torch.accelerator.current_accelerator() if accelerator is not None else None
-    if accelerator is None or found is None or found.type != device.type:
-        here = "none" if found is None else repr(found.type)
-        raise ValueError(
-            f"device must be an accelerator that torch finds here, got {given!r}, and torch finds {here}; "
-            'leave it out, or pass "cpu", to keep batches in main memory'
-        )
-    count = torch.accelerator.device_count()
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    if not 0 <= index < count:  # torch makes a negative one of a large one
-        raise ValueError(
-            f"device must have a number below {count}, got {given!r}; torch finds so many devices here, and "
-            "counts them from 0"
-        )
-    return torch.device(device.type, index), accelerator
+    device, accelerator, here = torch.device(given), devices.current(), "none"
+    if accelerator is not None and (found := torch.accelerator.current_accelerator()) is not None:
+        count = torch.accelerator.device_count()
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        if found.type == device.type and 0 <= index < count:  # torch makes a negative one of a large one
+            return torch.device(device.type, index), accelerator
+        here = f"{count} of type {found.type!r}, with numbers from 0"
+    raise ValueError(
+        f"device must be an accelerator that torch finds here, got {given!r}, and torch finds {here}; "
+        'leave it out, or pass "cpu", to keep batches in main memory'
+    )
 
 
 def delivery_of(target: tuple[torch.device, Accelerator] | None, ahead: int, pins_for: str | None) -> PinOrMove:
