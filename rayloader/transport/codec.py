@@ -132,15 +132,7 @@ def encode(
         return Encoded(*simple, ())
     file = io.BytesIO()
     pickler = Pickler(file, known_classes, carry, replica, special)
-    try:
-        pickler.dump(obj)
-    except Exception as error:
-        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
-            raise pickle.PicklingError(
-                "objects are nested deeper than pickling can follow; hold them side by side in one list, and let them "
-                "refer to each other by index"
-            ) from error
-        raise
+    pickler.dump(obj)
     buffers: list[memoryview] = []
     mapped: dict[int, Mapped] = {}
     uses: list[int] = []

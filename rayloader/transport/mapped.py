@@ -27,7 +27,7 @@ import os
 import re
 import socket
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -132,8 +132,10 @@ class Finder:
 
     def of_ctypes(self, obj: object) -> Mapped | None:
         """The shared memory of an object of ctypes that `multiprocessing` has made."""
-        found = _compat.file_of_ctypes(obj)
-        return None if found is None else self._once("ctypes", id(obj), lambda: _held(*found))
+        if (found := _compat.file_of_ctypes(obj)) is None:
+            return None
+        link = f"/proc/self/fd/{found[0]}"
+        return self._once("ctypes", id(obj), lambda: _held(link, *found[1:]))
 
     def _once(self, kind: str, number: int, find: Callable[[], Mapped | None]) -> Mapped | None:
         """What was found before, for the same object or memory, which the graph keeps."""
@@ -180,18 +182,18 @@ def shared_file(addresses: Iterable[int]) -> str | None:
 
 
 def _region(
-    fd: int, path: str, offset: int, address: int, nbytes: int, *, writable: bool = True, **more: Any
+    file: int | str, path: str, offset: int, address: int, nbytes: int, *, writable: bool = True, **more: Any
 ) -> tuple[Region, int]:
     """The whole pages of a file that hold a part of it, and the address of the first, given that of the part."""
-    status, before = os.fstat(fd), offset % _PAGE
+    status, before = os.stat(file), offset % _PAGE
     where = status.st_dev, status.st_ino, status.st_size
     return Region(path, writable, offset - before, nbytes + before, *where, **more), address - before
 
 
-def _held(fd: int, offset: int, address: int, nbytes: int, storage: SharedStorage | None = None) -> Mapped:
+def _held(link: str, offset: int, address: int, nbytes: int, storage: SharedStorage | None = None) -> Mapped:
     """Shared memory, to which no path leads, or none for long: another descriptor of it is kept."""
-    path = os.readlink(f"/proc/self/fd/{fd}")
-    held = MemoryFile.received(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), path)
+    path = os.path.realpath(link)
+    held = MemoryFile.received(os.open(link, os.O_RDWR | os.O_CLOEXEC), path)
     return Mapped(*_region(held.fd, path, offset, address, nbytes, held=held.address, storage=storage), held)
 
 
@@ -202,28 +204,16 @@ def _of_shared(storage: torch.UntypedStorage) -> Mapped | None:
     try:
         if path is not None:
             path = os.path.abspath(path)
-            with _opened(path) as fd:
-                return Mapped(*_region(fd, path, 0, start, plain.nbytes, storage=plain))
+            return Mapped(*_region(path, path, 0, start, plain.nbytes, storage=plain))
         if start % _PAGE == _COUNT:
             counted = SharedStorage(*_compat.share_by_name(storage))  # shared already: this only returns its name
             path = _SHARED_MEMORY + os.fsdecode(counted.handle).lstrip("/")
-            with _opened(path) as fd:
-                return _held(fd, _COUNT, start, counted.nbytes, counted)
+            return _held(path, _COUNT, start, counted.nbytes, counted)
         fd, _ = _compat.share_by_descriptor(storage)  # likewise, its descriptor
         # Without one it is a private mapping, of `torch.from_file(shared=False)`, whose file torch does not tell.
-        return None if fd < 0 else _held(fd, 0, start, plain.nbytes, plain)
+        return None if fd < 0 else _held(f"/proc/self/fd/{fd}", 0, start, plain.nbytes, plain)
     except (OSError, MemoryFileError) as error:
         raise _unreachable(path or "a shared tensor's") from error
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    """A descriptor of a file, for the block."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _unreachable(path: str) -> ReplicaError:
