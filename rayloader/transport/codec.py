@@ -135,11 +135,13 @@ def encode(
     pickler.dump(obj)
     buffers: list[memoryview] = []
     mapped: dict[int, Mapped] = {}
+    carried: list[Any] = []
     uses: list[int] = []
     extents: list[tuple[int, int]] = []
     for reference in pickler.references:
         if reference in pickler.carried:
-            uses.append(-1 - pickler.carried[reference])
+            carried.append(pickler.carried[reference])
+            uses.append(-len(carried))
             continue
         span = pickler.tokens.get(reference)
         if span is None:
@@ -163,7 +165,7 @@ def encode(
     header = pickle.dumps((uses, extents), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
-    return Encoded(file.getvalue(), buffers, pickler.carried_objects, mapped, pickler.copied)
+    return Encoded(file.getvalue(), buffers, carried, mapped, pickler.copied)
 
 
 def decode(

@@ -54,7 +54,7 @@ _OF_SKELETONS = raw.make_tensor.__module__
 _SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not this machine's
 _TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's processes: 5 from Python 3.14 on, before that 4
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
-_USUAL = None, 0, True, np.ndarray  # the defaults of `make_array`
+_USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
@@ -174,8 +174,7 @@ class Pickler(ByValuePickler):
 
             self.finder = Finder()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
-        self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
-        self.carried_objects: list[Any] = []
+        self.carried: dict[pickle.PickleBuffer, Any] = {}  # by their tokens
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
         self.from_accelerators: dict[int, torch.UntypedStorage] = {}  # copies of a replica's storages, by address
@@ -203,8 +202,7 @@ class Pickler(ByValuePickler):
             return self._subclass(obj, kind)
         if kind in self.carry:
             token = pickle.PickleBuffer(bytearray())
-            self.carried[token] = len(self.carried_objects)
-            self.carried_objects.append(obj)
+            self.carried[token] = obj
             return raw.itself, (token,)
         return self._other(obj, kind)
 
@@ -397,12 +395,12 @@ class Pickler(ByValuePickler):
             dtype = dtype.newbyteorder("=")
             array = array.astype(dtype, "A")
         low, nbytes = raw.address(array), array.nbytes
-        strides, offset = None, 0
-        if not array.flags.c_contiguous:
+        strides, offset, order = None, 0, "C"
+        if self.finder is None and array.flags.fnc:
+            order = "F"  # that pickling keeps this order and C order, and converts all others to C order
+        elif not array.flags.c_contiguous:
             first, end = byte_bounds(array)
-            # NumPy's pickling keeps Fortran's order and C order, and converts all others to C order.
-            is_kept = array.flags.fnc if self.finder is None else end - first <= nbytes
-            if is_kept or mapped is not None:
+            if mapped is not None or (self.finder is not None and end - first <= nbytes):
                 strides, offset = array.strides, low - first
                 low, nbytes = first, end - first
             else:
@@ -415,7 +413,7 @@ class Pickler(ByValuePickler):
             self.mapped[cast("pickle.PickleBuffer", buffer)] = mapped
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
         arguments = buffer, array.shape, dtype.str if by_name else dtype
-        layout = strides, offset, writable, kind
+        layout = strides, offset, order, writable, kind
         reduction = raw.make_array, arguments if layout == _USUAL else (*arguments, *layout)
         return (*reduction, (None, attributes, writable), None, None, raw.set_array) if attributes else reduction
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -158,11 +158,12 @@ def make_array(
     dtype: Any,
     strides: tuple[int, ...] | None = None,
     offset: int = 0,
+    order: Literal["C", "F"] = "C",
     writable: bool = True,
     kind: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
     """Creates a view of a buffer."""
-    array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides)
+    array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides, order)
     if not writable:
         array.flags.writeable = False
     return array
