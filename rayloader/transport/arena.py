@@ -252,11 +252,8 @@ class Arena:
 
         Raises:
             ArenaError: the worker has ended, and the memory was given back.
-            ValueError: the bytes are not inside the slot.
         """
         slot, offset, nbytes = where
-        if not 0 <= offset <= offset + nbytes <= slot[2]:
-            raise ValueError(f"a buffer must lie in the {slot[2]} bytes of its slot, got {nbytes} from {offset}")
         return self._lease(slot, leases).memory()[offset : offset + nbytes]
 
     def unpack(self, slot: Slot, sizes: Sequence[int], leases: Leases) -> list[bytearray]:

@@ -500,13 +500,10 @@ class WatchingLine(Line):
     def read(self, *, wait: bool = False) -> bool:
         """Reads what has arrived, and keeps it for `arrived`."""
         done = super().read(wait=wait)
-        if done and not self._arrived and self._has_died():
+        if done and not self._arrived and self._process >= 0 and poll(self._process, select.POLLIN, 0):
             super().read()  # what it sent before its death
             self.ended |= not self._arrived
         return done
-
-    def _has_died(self) -> bool:
-        return self._process >= 0 and poll(self._process, select.POLLIN, 0)
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:

@@ -18,7 +18,6 @@ lacks too. The only state is a cache of definitions, which live as long as their
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import ctypes
 import functools
@@ -56,6 +55,7 @@ _TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's process
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 _USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
+_MAINS = "__main__", "__mp_main__"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -81,10 +81,8 @@ def _code_of_file(make: Any, arguments: tuple[Any, ...], filename: str) -> types
 
 
 def _reduce_cached(cached: Any) -> Any:
-    module, name = getattr(cached, "__module__", None) or "", getattr(cached, "__qualname__", "")
-    with contextlib.suppress(AttributeError):
-        if module not in ("__main__", "__mp_main__") and operator.attrgetter(name)(sys.modules.get(module)) is cached:
-            return name  # which pickle finds it by
+    if getattr(cached, "__module__", "") not in _MAINS and _is_named(cached):
+        return cached.__qualname__  # which pickle finds it by
     attributes = {key: value for key, value in vars(cached).items() if key not in ("__wrapped__", "cache_parameters")}
     return _cached, (cached.__wrapped__, cached.cache_parameters()), attributes
 
@@ -275,11 +273,7 @@ class Pickler(ByValuePickler):
         A class that travels by value may have a thousand such functions, of modules without special objects.
         """
         module = sys.modules.get(function.__module__ or "")
-        if (
-            module is None
-            or namespace_of(module) is not function.__globals__
-            or module.__name__ in ("__main__", "__mp_main__")
-        ):
+        if module is None or namespace_of(module) is not function.__globals__ or module.__name__ in _MAINS:
             return None  # everything in __main__ travels
         if (names := self.special_names.get(function.__module__)) is None:
             held = list(function.__globals__.items())
@@ -486,8 +480,8 @@ def _check_can_leave(obj: Any, kind: type) -> None:
 
 def _is_named(definition: Any) -> bool:
     """Whether a class or function is where its name says: in a fork those of the program's `__main__` are, too."""
-    found = sys.modules.get(definition.__module__)
-    for name in definition.__qualname__.split("."):
+    found = sys.modules.get(getattr(definition, "__module__", None) or "")
+    for name in getattr(definition, "__qualname__", "").split("."):
         found = getattr(found, name, None)
     return found is definition
 

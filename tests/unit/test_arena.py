@@ -323,15 +323,6 @@ def test_where_there_are_no_arenas_the_error_says_so_and_nothing_is_left(monkeyp
 # Slots
 
 
-def test_a_buffer_must_lie_in_its_slot():
-    pair = Pair()
-    slot, _, _ = pair.put()
-    assert pair.view((slot, PAGE - 8, 8)).nbytes == 8
-    for extent in [(0, PAGE + 1), (PAGE, 1), (-1, 1), (8, -1)]:
-        with pytest.raises(ValueError, match="must lie in"):
-            pair.view((slot, *extent))
-
-
 @settings(max_examples=60)
 @given(st.lists(st.one_of(st.integers(1, 9 * PAGE), st.tuples(st.integers(0, 99), st.booleans())), max_size=60))
 def test_what_is_held_never_changes_and_all_room_comes_back(steps):
