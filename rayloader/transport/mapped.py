@@ -116,13 +116,14 @@ class Finder:
         if owner is None:
             return None
         if isinstance(root, RegionArray):
-            return root.mapped
-        if isinstance(root, np.memmap) and isinstance(owner, mmap.mmap):
-            return self._once("array", id(root), lambda: self._of_memmap(root))
-        if isinstance(owner, Tensor):
+            found = root.mapped
+        elif isinstance(root, np.memmap) and isinstance(owner, mmap.mmap):
+            found = self._once("array", id(root), lambda: self._of_memmap(root))
+        elif isinstance(owner, Tensor):
             found = self.of_storage(owner.untyped_storage())
-            return None if found is None else found._replace(region=replace(found.region, storage=None))
-        return self.of_ctypes(owner.obj if isinstance(owner, memoryview) else owner)
+        else:
+            found = self.of_ctypes(owner.obj if isinstance(owner, memoryview) else owner)
+        return None if found is None else found._replace(region=replace(found.region, storage=None))
 
     def of_storage(self, storage: torch.UntypedStorage) -> Mapped | None:
         """The shared memory that a storage fills, if torch says that it is shared. Raises as `of_array`."""
