@@ -22,8 +22,6 @@ from rayloader.gpu.device import (
     Marks,
     Throttle,
     move,
-    side_by_side,
-    spread,
 )
 from rayloader.transport.arena import PAGE
 
@@ -141,17 +139,6 @@ class SimulatedAccelerator(Accelerator):
                 self.pending.append([held.data_ptr(), held, result])
             return result
 
-    def copy_small(self, leaves, device):
-        with self.lock:
-            held = side_by_side(leaves)
-            moved = [torch.zeros_like(leaf) for leaf in leaves]
-            self.queued += 1
-            self.changed.notify_all()
-            self.pending.append(
-                [held.data_ptr(), held, result := torch.zeros_like(held), lambda: spread(result, moved)]
-            )
-            return moved
-
     def wait(self, event, device, leaves):
         self.waits += 1
         event.synchronize()
@@ -188,13 +175,11 @@ class SimulatedAccelerator(Accelerator):
         """Carries out so many copies, the oldest first."""
         with self.lock:
             for _ in range(min(count, len(self.pending))):
-                source, held, result, *then = self.pending.pop(0)
+                source, held, result = self.pending.pop(0)
                 if source is not None:
                     ctypes.memmove(result.data_ptr(), source, held.nbytes)
                 if not torch.equal(result, held):
                     self.torn.append(self.done)
-                for last in then:
-                    last()
                 self.done += 1
 
     def is_locked(self, address, nbytes):

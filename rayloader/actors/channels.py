@@ -23,8 +23,7 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport.lanes import Lent, in_message, pack, unpack
-from rayloader.transport.line import Line, LineError, unpacked
-from rayloader.transport.local_line import DriverLine
+from rayloader.transport.line import DriverLine, Line, LineError, unpacked
 from rayloader.workers.connection import (
     Channel,
     LineCalls,

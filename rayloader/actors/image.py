@@ -33,8 +33,8 @@ import numpy as np
 from rayloader.errors import ReplicaError, add_note
 from rayloader.protocol import Replica, carried
 from rayloader.random.generators import GENERATORS
-from rayloader.transport import codec, unpicklable
-from rayloader.transport.mapped import Mapped, Region, RegionArray, merged, open_region, open_storage, shared_file
+from rayloader.transport import codec
+from rayloader.transport.mapped import Mapped, Region, RegionArray, open_region, open_storage, shared_file
 from rayloader.transport.memory_file import (
     FileAddress,
     MemoryFile,
@@ -87,8 +87,13 @@ class Contents:
 
     def __init__(self, encoded: codec.Encoded) -> None:
         numbers = list(encoded.mapped)
-        self.regions, homes = merged([part.region for part in encoded.mapped.values()])
-        self.keepers = [part.keeper for part in encoded.mapped.values() if part.keeper is not None]
+        of_regions = {mapped: number for number, mapped in enumerate(dict.fromkeys(encoded.mapped.values()))}
+        homes = [
+            (of_regions[mapped], address_of_buffer(encoded.buffers[number]) - mapped.address)
+            for number, mapped in encoded.mapped.items()
+        ]
+        self.regions = [mapped.region for mapped in of_regions]
+        self.keepers = [mapped.keeper for mapped in of_regions if mapped.keeper is not None]
         table = np.full((len(encoded.buffers), 3), -1, np.int64)
         table[:, 2] = [buffer.nbytes for buffer in encoded.buffers]
         copied = np.ones(len(table), bool)
@@ -237,13 +242,13 @@ def _open(region: Region, memory: memoryview, *, here: bool) -> RegionArray | to
     with _mapped(open_region(region, here=here)) as fd:
         if (storage := open_storage(region, fd)) is not None:
             return storage
-        start, writable = address_of_buffer(memory), region.mode != "r"
-        map_over(fd, start, memory.nbytes, region.offset, shared=region.mode != "c", writable=writable)
+        start = address_of_buffer(memory)
+        map_over(fd, start, memory.nbytes, region.offset, shared=True, writable=region.writable)
         keeper = None
         if region.held is not None:  # nothing else leads to the file
             keeper = MemoryFile.received(os.dup(fd), region.held.name)
             region = replace(region, held=keeper.address)
-    return RegionArray.over(memory if writable else memory.toreadonly(), Mapped(region, start, keeper))
+    return RegionArray.over(memory if region.writable else memory.toreadonly(), Mapped(region, start, keeper))
 
 
 @contextlib.contextmanager
@@ -326,7 +331,7 @@ def encode_replica(replica: Replica) -> codec.Encoded:
 def _explained(replica: Replica) -> str | None:
     """Which part of a replica cannot be pickled, if it is found."""
     for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
-        if (explanation := unpicklable.explain(getattr(replica, name), name)) is not None:
+        if (explanation := codec.explain(getattr(replica, name), name)) is not None:
             return explanation
     return None
 

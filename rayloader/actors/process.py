@@ -44,15 +44,15 @@ from rayloader.host.worker import BuildOrder
 from rayloader.protocol import Answer, Replica, Served, Setup, WorkerAddress, final
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
-from rayloader.transport import local_line
 from rayloader.transport.lanes import Recycled, unpack
-from rayloader.transport.line import LineError
+from rayloader.transport.line import LineAddress, LineError
+from rayloader.transport.line import connect as connect_here
 from rayloader.transport.memory_file import FileAddress, MemoryFileError, open_file, this_machine
 
 # A batch that could be sent out of band is copied into the reply up to this size: beyond it, a copy takes longer.
 IN_BAND_BYTES = 1 << 16
 
-Address = local_line.LineAddress | tcp_line.TcpAddress  # of a line
+Address = LineAddress | tcp_line.TcpAddress  # of a line
 
 
 class ActorHosting(Hosting):
@@ -70,8 +70,8 @@ class ActorHosting(Hosting):
         if line is None or self._address != address:
             self.hang_up()
             try:
-                if isinstance(address, local_line.LineAddress):
-                    line = local_line.connect(address)
+                if isinstance(address, LineAddress):
+                    line = connect_here(address)
                 else:
                     self._copies = Recycled()
                     line = tcp_line.connect(address, self._copies.room)

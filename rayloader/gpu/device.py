@@ -7,9 +7,8 @@ A *copy* reads memory some time after it was queued. Until its event has happene
 NOTE [Held slots] in page_locks.py.
 
 NOTE [All streams]. A program queues copies on any stream, and nobody tells us. Drivers since CUDA 12.5 can record an
-event of all that has been queued in a context, whatever the stream (`_Driver`). With older ones an event is recorded
-on each stream that has been seen: ours, the default ones, and those that were current when the program asked for a
-batch (`asks`).
+event of all that has been queued in a context, whatever the stream (`_Driver`). With older ones nothing is
+page-locked: a copy on a stream that we do not know would read what the next batch writes.
 
 NOTE [Captures]. While a stream captures a CUDA graph, an event of its context makes the graph invalid, whichever thread
 records it, and nothing tells whether some stream captures. But a program's thread that asks for a batch is capturing
@@ -145,9 +144,6 @@ class Accelerator(Protocol):
         A tensor that is not page-locked is copied into page-locked memory of torch's first, which torch uses again.
         """
 
-    def copy_small(self, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """The same of several small contiguous tensors in main memory, by one transfer."""
-
     def wait(self, event: Event, device: torch.device, leaves: Iterable[Any]) -> None:
         """Lets what the calling thread queues on the device from now on find what `copy` has returned.
 
@@ -176,18 +172,6 @@ def move(leaf: Any, device: torch.device) -> Any:
     except TypeError:  # objects of the program's may take the device alone
         moved = leaf.to(device)
     return leaf if moved is None else moved  # which has moved itself
-
-
-def side_by_side(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of contiguous tensors, in one."""
-    return torch.cat([leaf.reshape(-1).view(torch.uint8) for leaf in leaves])
-
-
-def spread(packed: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
-    """Copies into each of these tensors, on the device of `packed`, its part of what `side_by_side` has made."""
-    parts = [leaf.view(-1).view(torch.uint8) for leaf in leaves]
-    for part, source in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
-        part.copy_(source)
 
 
 class _Events(Event):
@@ -229,7 +213,7 @@ class Marks:
         """Records the events that were made so far."""
         with self._lock:
             if waiting := self._waiting.copy():  # others may come meanwhile, for the next call
-                event = self._record()
+                event = self._record()  # if this fails, the next call records them
                 for later in waiting:
                     later.recorded = event
                 del self._waiting[: len(waiting)]  # after an interrupt before this line they are recorded again
@@ -255,7 +239,7 @@ class _Later(Event):
 
 
 class TorchAccelerator(Accelerator):
-    """Torch's accelerators of one kind; page-locks memory for CUDA (and ROCm) alone.
+    """Torch's accelerators of one kind; page-locks memory for CUDA alone, see NOTE [All streams].
 
     Args:
         kind: type of the devices.
@@ -263,12 +247,11 @@ class TorchAccelerator(Accelerator):
 
     def __init__(self, kind: str) -> None:
         self._module: Any = torch.get_device_module(kind)
-        self.can_register = kind == "cuda"
+        driver = _Driver.of_this_machine() if kind == "cuda" else None
+        self.can_register = driver is not None
         self.throttle = Throttle()
         self._queues: dict[torch.device, Any] = {}  # our streams
-        self._streams: set[Any] = set()  # others that were seen
-        self._driver: _Driver | None = None
-        self._marks = Marks(self._record)
+        self._marks = Marks(driver.record if driver is not None else lambda: _Events([]))
         self._registers = False  # whether something is, or was, registered
 
     @override
@@ -282,9 +265,7 @@ class TorchAccelerator(Accelerator):
             with contextlib.suppress(RuntimeError):  # reports, and so clears, the error that the call has left
                 torch.zeros(1, device="cuda")
             raise AcceleratorError(f"cudaHostRegister: {runtime.cudaGetErrorString(code)}")
-        if not self._registers:
-            self._driver = _Driver.of_this_machine()
-            self._registers = True
+        self._registers = True
 
     @override
     def unregister(self, address: int) -> None:
@@ -295,22 +276,12 @@ class TorchAccelerator(Accelerator):
 
     @override
     def asks(self) -> None:
-        driver, module = self._driver, self._module
-        if not self._registers or torch.cuda.is_current_stream_capturing():
-            return
-        for index in [module.current_device()] if driver is None else driver.devices():
-            self._streams.update((module.default_stream(index), module.current_stream(index)))
-        self._marks.record()
+        if self._registers and not torch.cuda.is_current_stream_capturing():
+            self._marks.record()
 
     @override
     def event(self, device: torch.device | None = None) -> Event:
         return self._marks.event() if device is None else _Events([self._queue(device).record_event()])
-
-    def _record(self) -> Event:
-        driver = self._driver
-        if driver is not None and driver.records_contexts and (events := driver.record()) is not None:
-            return _Events(events)
-        return _Events([stream.record_event() for stream in (*self._queues.values(), *list(self._streams))])
 
     @override
     def copy(self, leaf: Any, device: torch.device) -> Any:
@@ -319,13 +290,6 @@ class TorchAccelerator(Accelerator):
                 leaf = leaf.pin_memory()  # the same tensor, if it is page-locked
         with self._module.stream(self._queue(device)):
             return move(leaf, device)
-
-    @override
-    def copy_small(self, leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        with self._module.stream(self._queue(device)):
-            moved = [torch.empty_like(leaf, device=device) for leaf in leaves]
-            spread(self.copy(side_by_side(leaves), device), moved)
-        return moved
 
     @override
     def wait(self, event: Event, device: torch.device, leaves: Iterable[Any]) -> None:
@@ -354,39 +318,41 @@ class _Driver:
     def __init__(self, library: Any) -> None:
         self._library = library
         self._contexts: dict[int, ctypes.c_void_p] = {}  # by device index
-        self.records_contexts = hasattr(library, "cuCtxRecordEvent")
 
     @classmethod
     def of_this_machine(cls) -> _Driver | None:
-        """None if there is none, as for ROCm."""
+        """None if there is none, as for ROCm, or an older one."""
         with contextlib.suppress(OSError):
-            return cls(ctypes.CDLL("libcuda.so.1"))
+            library = ctypes.CDLL("libcuda.so.1")
+            return cls(library) if hasattr(library, "cuCtxRecordEvent") else None
         return None
 
-    def record(self) -> list[Any] | None:
-        """An event of each context; None if that is not possible now, for instance while a graph is captured."""
+    def record(self) -> Event:
+        """An event of all that was queued in all contexts.
+
+        Raises:
+            AcceleratorError: that is not possible now, for instance while a graph is captured.
+        """
         events = []
-        for index in self.devices():
+        for index in range(torch.cuda.device_count()):
+            if (context := self._context(index)) is None:
+                continue
             event: Any = torch.cuda.Event()
             event.record(torch.cuda.default_stream(index))  # which also creates it
-            if self._library.cuCtxRecordEvent(self._contexts[index], ctypes.c_void_p(event.cuda_event)):
-                return None
+            if code := self._library.cuCtxRecordEvent(context, ctypes.c_void_p(event.cuda_event)):
+                raise AcceleratorError(f"cuCtxRecordEvent: error {code}")
             events.append(event)
-        return events
-
-    def devices(self) -> list[int]:
-        """Indices of the devices that have a context by now."""
-        for index in range(torch.cuda.device_count()):
-            if index not in self._contexts and (context := self._context(index)) is not None:
-                self._contexts[index] = context
-        return sorted(self._contexts)
+        return _Events(events)
 
     def _context(self, index: int) -> ctypes.c_void_p | None:
         """The context of a device; None while it has none, and none is created."""
+        if index in self._contexts:
+            return self._contexts[index]
         library, context = self._library, ctypes.c_void_p()
         number, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
         failed = library.cuDeviceGet(ctypes.byref(number), index)
         failed = failed or library.cuDevicePrimaryCtxGetState(number, ctypes.byref(flags), ctypes.byref(active))
         if failed or not active.value or library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number):
             return None
+        self._contexts[index] = context
         return context

@@ -112,10 +112,13 @@ class PageLocks:
         return {ticket for _, tickets in self._held.copy() for ticket in tickets}
 
     def wait(self) -> None:
-        """Waits for the copies from all slots that are held."""
-        with contextlib.suppress(RuntimeError):  # as in `free_passed`
-            for event, _ in self._held.copy():
-                event.synchronize()
+        """Waits for the copies from all slots that are held.
+
+        Raises:
+            RuntimeError: the accelerator can't tell now.
+        """
+        for event, _ in self._held.copy():
+            event.synchronize()
 
     def close(self) -> bool:
         """Locks no further slots; returns whether some are locked."""

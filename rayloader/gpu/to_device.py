@@ -7,10 +7,6 @@ it is. What the user queues on its current stream finds the batch on the device,
 NOTE [Late moves]. Ahead of the user, copies are queued on a stream of our own, and the memory of their results must be
 recorded for the user's stream (`record_stream`), or the allocator would give it to the next batch too early. Objects
 with a `to` alone, and tensors that cannot be recorded, are moved when they are handed over, on the user's stream.
-
-NOTE [Small tensors]. A copy costs some 20 us of the interpreter, however small it is. So the small tensors of a batch,
-such as labels, go to the device side by side, in one piece. There each gets memory of its own, as by `to`: who keeps or
-resizes one touches no other.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from typing_extensions import override
 from rayloader._compat import pin_memory, pinning_device_index
 from rayloader.epoch.ahead import Delivery
 from rayloader.gpu import device as devices
-from rayloader.gpu.device import PAGEABLE_BYTES, Accelerator, Event
+from rayloader.gpu.device import Accelerator, Event
 from rayloader.protocol import Caught
 
 _Work = TypeVar("_Work", bound=Callable[..., Any])
@@ -117,23 +113,17 @@ def device_of(given: torch.device | str) -> tuple[torch.device, Accelerator]:
     Raises:
         ValueError: there is no such device here.
     """
-    device = torch.device(given)
-    accelerator = devices.current()
-    found = torch.accelerator.current_accelerator() if accelerator is not None else None
-    if accelerator is None or found is None or found.type != device.type:
-        here = "none" if found is None else repr(found.type)
-        raise ValueError(
-            f"device must be an accelerator that torch finds here, got {given!r}, and torch finds {here}; "
-            'leave it out, or pass "cpu", to keep batches in main memory'
-        )
-    count = torch.accelerator.device_count()
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    if not 0 <= index < count:  # torch makes a negative one of a large one
-        raise ValueError(
-            f"device must have a number below {count}, got {given!r}; torch finds so many devices here, and "
-            "counts them from 0"
-        )
-    return torch.device(device.type, index), accelerator
+    device, accelerator, here = torch.device(given), devices.current(), "none"
+    if accelerator is not None and (found := torch.accelerator.current_accelerator()) is not None:
+        count = torch.accelerator.device_count()
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        if found.type == device.type and 0 <= index < count:  # torch makes a negative one of a large one
+            return torch.device(device.type, index), accelerator
+        here = f"{count} of type {found.type!r}, with numbers from 0"
+    raise ValueError(
+        f"device must be an accelerator that torch finds here, got {given!r}, and torch finds {here}; "
+        'leave it out, or pass "cpu", to keep batches in main memory'
+    )
 
 
 def delivery_of(target: tuple[torch.device, Accelerator] | None, ahead: int, pins_for: str | None) -> PinOrMove:
@@ -160,8 +150,6 @@ class Moved:
         self._device, self._accelerator = device, accelerator
         self._leaves: list[Any] = []  # what was copied
         self._of_user = False  # whether some objects are moved when they are handed over
-        self._small: dict[int, list[torch.Tensor]] = {}  # copies of small tensors, by the identity of what was copied
-        self._copy_small(data)
         self._data = rebuilt(data, self._copy)
         self._event: Event = accelerator.event(device)
 
@@ -169,26 +157,9 @@ class Moved:
         if not _can_be_recorded(leaf):
             self._of_user = True
             return leaf
-        if there := self._small.get(id(leaf)):
-            return there.pop()
         copied = self._accelerator.copy(leaf, self._device)
         self._leaves.append(copied)
         return copied
-
-    def _copy_small(self, data: Any) -> None:
-        """Copies the small tensors of a batch together, if there are several; see NOTE [Small tensors]."""
-        small: list[torch.Tensor] = []
-
-        def note(leaf: Any) -> Any:
-            if _is_small(leaf):
-                small.append(leaf)
-            return leaf
-
-        rebuilt(data, note)
-        if len(small) > 1:
-            self._leaves += self._accelerator.copy_small(small, self._device)
-            for leaf, there in zip(small, self._leaves, strict=True):
-                self._small.setdefault(id(leaf), []).append(there)
 
     def _move(self, leaf: Any) -> Any:
         return leaf if _can_be_recorded(leaf) else devices.move(leaf, self._device)
@@ -219,18 +190,6 @@ class Moved:
 def moved_here(data: Any, device: torch.device) -> Any:
     """A batch, moved on the calling thread's current stream."""
     return rebuilt(data, lambda leaf: devices.move(leaf, device))
-
-
-def _is_small(leaf: Any) -> bool:
-    """Whether it is a plain tensor in main memory, of a few bytes, that a copy of these bytes is equal to."""
-    return (
-        type(leaf) is torch.Tensor
-        and leaf.device.type == "cpu"
-        and leaf.layout is torch.strided
-        and 0 < leaf.nbytes <= PAGEABLE_BYTES
-        and leaf.is_contiguous()
-        and not (leaf.is_quantized or leaf.is_nested or leaf.requires_grad or leaf.is_conj() or leaf.is_neg())
-    )
 
 
 def _can_be_recorded(leaf: Any) -> bool:

@@ -379,9 +379,7 @@ class HostedWorker:
             try:
                 encoded = _encode(batch, fresh=fresh)
             except Exception as error:  # the user's objects may raise anything
-                from rayloader.transport import unpicklable
-
-                unpicklable.note_batch(error, batch, _encode)
+                codec.note_batch(error, batch, _encode)
                 raise
             checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum([buffer.nbytes for buffer in encoded.buffers])

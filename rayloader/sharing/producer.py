@@ -50,7 +50,7 @@ from rayloader.errors import RaySessionError, ShareError, StateError, add_note
 from rayloader.interrupts import Bell
 from rayloader.protocol import Caught, carried
 from rayloader.random.generators import GENERATORS, RandomState
-from rayloader.transport import codec, raw, unpicklable
+from rayloader.transport import codec, raw
 from rayloader.transport.lanes import in_message
 
 logger = logging.getLogger("rayloader")
@@ -363,7 +363,7 @@ def start(loader: Any, terms: Terms) -> Calls:
     try:
         encoded = codec.encode(loader, carry=carried(), replica=True, special=GENERATORS)
     except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
-        add_note(error, f"It cannot be sent to the producer: {unpicklable.explain(loader.__dict__, 'loader')}")
+        add_note(error, f"It cannot be sent to the producer: {codec.explain(loader.__dict__, 'loader')}")
         raise
     image = Image.write(Contents(encoded))  # lives until the loader is open
     source = Source(session.node_id(), module_folders(), image.address, list(encoded.carried))

@@ -42,7 +42,7 @@ same sizes again. If there is no such slot, all free slots are joined with their
 the lowest stretch that fits: that touches no new page while an old one fits.
 
 NOTE [Cold memory]. A page costs memory once it was touched, even if its slot is free. Memory that no slot has
-covered while `COLD_AFTER` slots were taken is *cold*, and is given back to the system. It is counted in chunks. To give
+covered while `COLD_AFTER` slots were taken is *cold*, and is given back to the system, in chunks. To give
 back all that is free would have each batch of the next ones touch its pages anew.
 
 NOTE [Locked slots]. The driver may page-lock a slot for an accelerator while it has it leased (page_locks.py). The
@@ -215,13 +215,12 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, kind: str = "arena") -> None:
-        size = PAGE + max(1, -(-nbytes // PAGE)) * PAGE
+        size = max(1, -(-nbytes // PAGE)) * PAGE
         self._file: MemoryFile | None = None
         self._pid = os.getpid()
         try:
             self._file = MemoryFile(kind, size)
             self.address = self._file.address
-            os.pwrite(self._file.fd, self.address.header, 0)
             self._file.seal(writes=False)
             self._mapping = ArenaMemory(self._file.fd, size)
         except (OSError, MemoryFileError) as error:
@@ -253,11 +252,8 @@ class Arena:
 
         Raises:
             ArenaError: the worker has ended, and the memory was given back.
-            ValueError: the bytes are not inside the slot.
         """
         slot, offset, nbytes = where
-        if not 0 <= offset <= offset + nbytes <= slot[2]:
-            raise ValueError(f"a buffer must lie in the {slot[2]} bytes of its slot, got {nbytes} from {offset}")
         return self._lease(slot, leases).memory()[offset : offset + nbytes]
 
     def unpack(self, slot: Slot, sizes: Sequence[int], leases: Leases) -> list[bytearray]:
@@ -433,7 +429,7 @@ class ArenaWriter:
         self.small = 0
         self._mapping = mapping
         self._pid = os.getpid()
-        self._free = FreeSlots(PAGE, nbytes)  # the first page is the header
+        self._free = FreeSlots(nbytes)
         self._slots: dict[int, _Taken] = {}  # by ticket
         self._batch: list[int] = []  # tickets taken for the batch that is being built
         self._kept: list[int] = []  # of slots that user code still referred to when their batch was finished
@@ -454,8 +450,6 @@ class ArenaWriter:
         try:
             fd = open_file(address, writable=True)
             try:
-                if os.pread(fd, len(address.header), 0) != address.header:
-                    raise ArenaError(f"{address.name} does not begin with its name")
                 return cls(ArenaMemory(fd, address.nbytes), address.nbytes)
             finally:
                 os.close(fd)
@@ -617,17 +611,16 @@ class FreeSlots:
     """The free list of an arena.
 
     Args:
-        start, end: of its room, in bytes; whole pages.
+        nbytes: of its room; whole pages.
     """
 
-    def __init__(self, start: int, end: int) -> None:
+    def __init__(self, nbytes: int) -> None:
         self._same_size: dict[int, list[int]] = {}  # starts of free slots by size, in the order of their return
-        self._stretches = [(start, end)]  # the other free room: start, end, ascending
+        self._stretches = [(0, nbytes)]  # the other free room: start, end, ascending
         self._locked: set[int] = set()  # starts of page-locked places
         self._free_locked: list[tuple[int, int]] = []  # size and start of those that are free, ascending
-        self._taken = 0  # slots so far
-        self._uses: dict[tuple[int, int], int] = {}  # since `cold` was called last: `_taken` by start and size
-        self._last_use = np.zeros(-(-end // CHUNK), np.int64)  # of each chunk: the value of `_taken`; 0: not touched
+        self._used: set[tuple[int, int]] = set()  # start and size of slots, since `cold` was called last
+        self._touched = np.zeros(-(-nbytes // CHUNK), bool)  # chunks that may take memory, as of that call
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Start and size of a slot of at least `nbytes` bytes, in whole pages; None if no stretch fits."""
@@ -641,9 +634,8 @@ class FreeSlots:
             if cut is None:
                 return None
             start = cut
-        self._taken += 1
         slot = start, size
-        self._uses[slot] = self._taken
+        self._used.add(slot)
         return slot
 
     def put_back(self, start: int, size: int) -> None:
@@ -658,19 +650,18 @@ class FreeSlots:
         self._locked.update(starts)
 
     def cold(self, in_use: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Start and size of memory that was touched and is cold, each only once.
+        """Start and size of memory that was touched, but not since the last call; each only once.
 
         Args:
             in_use: start and size of all slots that were taken and not put back.
         """
-        locked = [(start, size) for size, start in self._free_locked]
-        for (start, size), taken in (*self._uses.items(), *((slot, self._taken) for slot in (*in_use, *locked))):
-            last_use = self._last_use[start // CHUNK : -(-(start + size) // CHUNK)]
-            np.maximum(last_use, taken, out=last_use)
-        self._uses.clear()
-        cold = np.flatnonzero((self._last_use > 0) & (self._last_use <= self._taken - COLD_AFTER))
-        self._last_use[cold] = 0
-        return [(int(chunk) * CHUNK, CHUNK) for chunk in cold if chunk]  # not the first: its pages hold more than slots
+        warm = np.zeros_like(self._touched)
+        for start, size in (*self._used, *in_use, *((start, size) for size, start in self._free_locked)):
+            warm[start // CHUNK : -(-(start + size) // CHUNK)] = True
+        cold = np.flatnonzero(self._touched & ~warm)
+        self._used.clear()
+        self._touched = warm
+        return [(int(chunk) * CHUNK, CHUNK) for chunk in cold]
 
     def _cut(self, size: int) -> int | None:
         if any(self._same_size.values()):

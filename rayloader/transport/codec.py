@@ -5,7 +5,7 @@
   storage stays small and tensors that shared memory share it again; and one for each NumPy array.
 - `decode` makes tensors and arrays views of its buffers: writable where those are, and keeping them alive.
 - A *plain* batch has a skeleton of its own, see NOTE [Plain batches].
-- Everything else is pickled in the skeleton, see pickler.py.
+- Everything else is pickled in the skeleton, see pickler.py. `explain` names what cannot be.
 
 No state besides caches. Any thread may call; this module does not import Ray.
 
@@ -30,7 +30,9 @@ import gc
 import io
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,16 +40,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayloader import _compat
+from rayloader.errors import add_note
+from rayloader.transport import raw
 from rayloader.transport.pickler import PROTOCOL, Pickler, Special
-from rayloader.transport.raw import (
-    DTYPES,
-    NAMES,
-    NUMPYS,
-    memory,
-    resized,
-    storage_over,
-    tensor_over,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -127,7 +123,7 @@ def encode(
         fresh: for batches: see `_encode_plain`.
 
     Raises:
-        Exception: any error of pickling `obj`, unchanged; `unpicklable.explain` finds the culprit. A tensor
+        Exception: any error of pickling `obj`, unchanged; `explain` finds the culprit. A tensor
             that requires grad and is no leaf is refused in torch's words.
     """
     if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
@@ -136,44 +132,40 @@ def encode(
         return Encoded(*simple, ())
     file = io.BytesIO()
     pickler = Pickler(file, known_classes, carry, replica, special)
-    try:
-        pickler.dump(obj)
-    except Exception as error:
-        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
-            raise pickle.PicklingError(
-                "objects are nested deeper than pickling can follow; hold them side by side in one list, and let them "
-                "refer to each other by index"
-            ) from error
-        raise
+    pickler.dump(obj)
     buffers: list[memoryview] = []
     mapped: dict[int, Mapped] = {}
+    carried: list[Any] = []
     uses: list[int] = []
     extents: list[tuple[int, int]] = []
     for reference in pickler.references:
         if reference in pickler.carried:
-            uses.append(-1 - pickler.carried[reference])
+            carried.append(pickler.carried[reference])
+            uses.append(-len(carried))
             continue
         span = pickler.tokens.get(reference)
         if span is None:
-            raw, start, origin = reference.raw(), -1, pickler.mapped.get(reference)
+            part, start, origin = reference.raw(), -1, pickler.mapped.get(reference)
         elif span.index is None:
             if span.end > span.storage.nbytes():
-                raise resized()
+                raise ValueError(
+                    "a tensor was resized while it was being sent to the workers, so its values are gone; resize none "
+                    "in __getstate__, nor in a thread while iter() runs, but assign new ones"
+                )
             span.index, start, origin = len(buffers), span.start & -_ALIGN, span.mapped
-            raw = memoryview(memory(span.storage.data_ptr() + start, span.end - start, span.storage))
+            part = memoryview(raw.memory(span.storage.data_ptr() + start, span.end - start, span.storage))
         else:
             uses.append(span.index)
             continue
         if origin is not None:
             mapped[len(buffers)] = origin
         uses.append(len(buffers))
-        extents.append((raw.nbytes, start))
-        buffers.append(raw)
+        extents.append((part.nbytes, start))
+        buffers.append(part)
     header = pickle.dumps((uses, extents), PROTOCOL)
     file.write(header)
     file.write(len(header).to_bytes(_LENGTH, "little"))
-    pickler.check_arrays()
-    return Encoded(file.getvalue(), buffers, pickler.carried_objects, mapped, pickler.copied)
+    return Encoded(file.getvalue(), buffers, carried, mapped, pickler.copied)
 
 
 def decode(
@@ -203,7 +195,7 @@ def decode(
         return _decode_plain(bytes(tail[_VALUES_AT:end]), buffers, values)  # type: ignore[arg-type]
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
-    header = _header_of(tail)
+    header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
     if len(buffers) != len(header.extents):
         raise ValueError(f"decode needs the skeleton's {len(header.extents)} buffers, got {len(buffers)}")
     sources: list[Any] = []
@@ -213,7 +205,7 @@ def decode(
             continue
         view = _flat_bytes(buffer, nbytes, number)
         if start >= 0:
-            sources.append((storage_over(view), start))
+            sources.append((raw.storage_over(view), start))
         else:
             sources.append(buffer if isinstance(buffer, np.ndarray) else view)  # its views show what it is
     tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
@@ -242,10 +234,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _header_of(skeleton: memoryview) -> _Header:
-    return _header(bytes(skeleton[-_LENGTH - int.from_bytes(skeleton[-_LENGTH:], "little") : -_LENGTH]))
 
 
 @functools.lru_cache(maxsize=64)
@@ -290,19 +278,19 @@ def _encode_plain(obj: Any, fresh: Mapping[int, Fresh]) -> tuple[bytes, list[mem
         dtype = tensor.dtype
         if (made := fresh.get(id(tensor))) is not None:
             buffers.append(made.memory)
-            specs.append((NAMES[dtype], tensor.shape, tensor.stride(), made.memory.nbytes))
+            specs.append((raw.NAMES[dtype], tensor.shape, tensor.stride(), made.memory.nbytes))
             addresses.add(tensor.data_ptr())
             continue
-        if dtype not in NAMES or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
+        if dtype not in raw.NAMES or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
             return None
         if not tensor.is_contiguous() or tensor.requires_grad or tensor.__dict__ or tensor.is_neg() or tensor.is_conj():
             return None
         storage, nbytes = tensor.untyped_storage(), tensor.nbytes
         if not nbytes or storage.nbytes() != nbytes or tensor.storage_offset():
             return None
-        specs.append((NAMES[dtype], tensor.shape, tensor.stride(), nbytes))
+        specs.append((raw.NAMES[dtype], tensor.shape, tensor.stride(), nbytes))
         address = storage.data_ptr()
-        buffers.append(memoryview(memory(address, nbytes, storage)))
+        buffers.append(memoryview(raw.memory(address, nbytes, storage)))
         addresses.add(address)
     if len(addresses) != len(buffers):
         return None
@@ -322,7 +310,7 @@ def _decode_plain(skeleton: bytes, buffers: Sequence[Buffer], values: Sequence[A
     for buffer, (nbytes, array, dtype, size, stride) in zip(buffers, parts, strict=True):
         view = _flat_bytes(buffer, nbytes, len(tensors))
         if array is None or view.readonly:
-            tensors.append(tensor_over(view, dtype, size, stride))
+            tensors.append(raw.tensor_over(view, dtype, size, stride))
         else:
             tensor: Any = torch.from_numpy(np.ndarray(size, array, view))  # takes a third of the time
             tensor.untyped_storage().rayloader_memory = view
@@ -359,7 +347,109 @@ def _parts(skeleton: bytes) -> tuple[type, tuple[str, ...], list[int], tuple[_Te
 
 
 def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> _TensorPlan:
-    dtype = DTYPES[name]
+    dtype = raw.DTYPES[name]
     steps = [math.prod(size[axis + 1 :]) for axis in range(len(size))]  # of a new array
     as_array = list(stride) == steps and len(size) <= _MOST_DIMENSIONS
-    return _TensorPlan(nbytes, NUMPYS.get(dtype) if as_array else None, dtype, size, stride)
+    return _TensorPlan(nbytes, raw.NUMPYS.get(dtype) if as_array else None, dtype, size, stride)
+
+
+# ---- what cannot be pickled: to name it never raises, and never hangs
+
+# What to hold in place of an object that only a fork inherits, by the beginning of the name of its type.
+_INSTEAD = {
+    "multiprocessing.sharedctypes.": "a tensor after share_memory_()",
+    "multiprocessing.connection.": "a tensor after share_memory_(), or multiprocessing.Manager().Queue(),",
+    "multiprocessing.queues.": "multiprocessing.Manager().Queue()",
+    "multiprocessing.synchronize.": "that of a manager, such as multiprocessing.Manager().Lock(),",
+}
+
+
+class _Culprit(NamedTuple):
+    """The part that can't be pickled."""
+
+    path: str
+    kind: str  # its type
+    reason: str  # the error that pickling it raises
+
+
+def explain(obj: object, name: str) -> str | None:
+    """Names the part of a replica that can't be pickled, and the remedy.
+
+    Args:
+        obj: the object that `encode` failed on.
+        name: the user's name for it.
+
+    Returns:
+        `dataset.file: _io.FileIO can't be sent to a worker (reason); remedy`, or None if nothing was found.
+        At most 2000 objects and 6 levels are searched, and nothing is raised.
+    """
+    if (found := _search(obj, name, functools.partial(encode, replica=True))) is None:
+        return None
+    remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
+    for beginning, instead in _INSTEAD.items():
+        if found.kind.startswith(beginning):
+            remedy = f"use {instead} instead, which all workers on this machine share, or {remedy}"
+    return f"{found.path}: {found.kind} can't be sent to a worker ({found.reason}); {remedy}"
+
+
+def note_batch(error: Exception, batch: object, send: Callable[[object], object]) -> None:
+    """Adds a note to an error of `send`: which part of the batch can't be pickled, and the remedy."""
+    found = _search(batch, "batch", send)
+    if found is not None:
+        add_note(
+            error,
+            "What the dataset or collate_fn has returned cannot be sent to the trainer: "
+            f"{found.path}: {found.kind} ({found.reason}); let them return what it can be made from, or leave it out",
+        )
+
+
+def _search(obj: object, name: str, send: Callable[[object], object]) -> _Culprit | None:
+    try:
+        return _culprit(obj, name, 6, iter(range(2000)), [], send)
+    except Exception:  # the user's objects may raise anything, and this only adds to an error that is already raised
+        return None
+
+
+def _culprit(
+    obj: object, path: str, depth: int, budget: Iterator[int], above: list[object], send: Callable[[object], object]
+) -> _Culprit | None:
+    if any(obj is one for one in above) or next(budget, None) is None:
+        return None
+    try:
+        send(obj)
+        return None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(Exception):  # an object that can't even be taken apart is the culprit itself
+        for suffix, part in _pickled_with(obj) if depth else ():
+            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj], send):
+                return found
+    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+    return _Culprit(path, kind, reason)
+
+
+def _pickled_with(obj: Any) -> Iterator[tuple[str, object]]:
+    """The objects that pickling an object pickles in turn, each with its addition to the path."""
+    if isinstance(obj, dict):
+        yield from ((f"[{key!r:.40}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple, set, frozenset, deque)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    elif isinstance(obj, types.FunctionType):
+        if _compat.COMPILED in vars(obj):
+            return  # it is the culprit, and not what torch has put into it
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
+            yield f".<closure>.{name}", cell.cell_contents
+        used = set(obj.__code__.co_names) & obj.__globals__.keys()
+        yield from ((f".<globals>.{name}", obj.__globals__[name]) for name in sorted(used))
+    elif isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+    elif isinstance(obj, type):
+        yield from ((f".{name}", value) for name, value in vars(obj).items())
+    else:  # through its reduction, not its attributes, because __getstate__ may drop some
+        _, args, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        states = rest[0] if rest and isinstance(rest[0], tuple) else rest[:1]
+        for state in (*states, args):
+            if isinstance(state, dict):
+                yield from ((f".{name}", value) for name, value in state.items())
+            elif state is not None:
+                yield "", state

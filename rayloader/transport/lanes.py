@@ -322,10 +322,10 @@ class WorkerLane:
 
     def take_full(self) -> bool:
         """Whether there was no room for a buffer since the last call."""
-        if self._arena is None or not self._arena.full:
+        if self._arena is None:
             return False
-        self._arena.full = False
-        return True
+        full, self._arena.full = self._arena.full, False
+        return full
 
 
 class Recycled:

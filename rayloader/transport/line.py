@@ -1,9 +1,13 @@
 """A line: a connected socket between the driver and one worker process, which carries messages both ways.
 
 Promise: only calls that ask to wait block. Data that the socket does not accept is queued, and sent when it does; data
-that has arrived is read in one call. Other files connect the two ends: local_line.py on one machine, tcp_line.py
-elsewhere. A message may have large *buffers* behind it: they are sent from where they lie, and received
-straight into memory of their own, so that Python copies none of their bytes.
+that has arrived is read in one call. A message may have large *buffers* behind it: they are sent from where they lie,
+and received straight into memory of their own, so that Python copies none of their bytes.
+
+Lines whose ends are on one machine connect here, those over TCP in tcp_line.py. Only a process of the same user on the
+same machine, in the same namespaces, can be at the other end. A fork has its end of a `pair` from the start. For
+actors, the driver listens on an abstract name with 128 random bits, which disappears with the socket, and the worker
+connects; each asks the kernel for the identity of the other. Nothing of this blocks.
 
 One thread at a time sends, and one reads; a second one leaves the work to the first. `close` may be
 called by any. This module does not import Ray, and does not know what a message means.
@@ -26,6 +30,7 @@ import contextlib
 import errno
 import os
 import pickle
+import secrets
 import select
 import socket
 import struct
@@ -38,16 +43,15 @@ from typing import Any, NamedTuple
 
 from rayloader.errors import RayloaderError
 from rayloader.interrupts import new_lock
+from rayloader.transport.memory_file import MemoryFileError, this_machine
 
 HEADER = struct.Struct("<QI")  # length of the message that follows the sizes, and how many buffers are behind it
 _SIZE = struct.Struct("<Q")  # of a buffer
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 # Maximum bytes to read at once, for messages that are not longer than this.
 CHUNK_BYTES = 1 << 18
 # Messages up to this size are joined with their header: a copy costs less than a second part.
 JOINED_BYTES = 1 << 16
-# No message can be longer than this machine's memory, in bytes. User code may have written to the descriptor of a line:
-# then what comes is no message, and its length is anything.
-MOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 _AT_ONCE = 64  # parts that one system call sends, or receives
 # How long a thread reads at most without waiting, in seconds: one that takes longer was interrupted.
 TORN_S = 10.0
@@ -170,11 +174,6 @@ class Line:
         self._socket = connection
 
     @property
-    def descriptor(self) -> int:
-        """The connection's; -1 if nothing more will come."""
-        return -1 if self._socket is None or self.ended else self._socket.fileno()
-
-    @property
     def descriptors(self) -> list[tuple[int, int]]:
         """Everything to wait for, with the events of `select.poll`."""
         if self._socket is None or self.ended:
@@ -290,8 +289,11 @@ class Line:
             pass
         except OSError:  # it was reset: the end that closed it wants no answer
             self.ended = True
-        except (LineError, MemoryError) as error:
-            self.fault = str(error) or "this machine has no memory for a message of the process"
+        except (MemoryError, OverflowError):
+            self.fault = (
+                "a message begins as if it had more bytes than this machine has memory for: something else was written "
+                "to the line. Let no code of the dataset write to descriptors that it has not opened"
+            )
             self.ended = True
         self._reading.release()
         return True
@@ -331,7 +333,6 @@ class Line:
                 length, count = HEADER.unpack_from(view, begin)
                 start = begin + HEADER.size + count * _SIZE.size
                 end = start + length
-                _check(end - begin)
                 if end > self._filled:
                     needed = end - begin
                     break
@@ -341,12 +342,9 @@ class Line:
                     begin = end
                     continue
                 sizes = [size for (size,) in _SIZE.iter_unpack(view[begin + HEADER.size : start])]
-                _check(sum(sizes))
                 begin = self._expect(message, sizes, end)
         size = max(needed, self.chunk_bytes)
-        if begin == self._filled and size == len(self._in):
-            self._filled = 0  # usually: messages come complete
-        elif begin or size != len(self._in):
+        if begin or size != len(self._in):
             rest = self._in[begin : self._filled]
             if size != len(self._in):
                 self._in = bytearray(size)
@@ -399,15 +397,6 @@ class Line:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
             self.close()
-
-
-def _check(nbytes: int) -> None:
-    """Raises LineError if no message can be that long."""
-    if nbytes > MOST_BYTES:
-        raise LineError(
-            f"a message begins as if it had {nbytes} bytes, more than this machine's memory ({MOST_BYTES}): something "
-            "else was written to the line. Let no code of the dataset write to descriptors that it has not opened"
-        )
 
 
 class ListeningLine(Line):
@@ -475,9 +464,7 @@ class ListeningLine(Line):
         self.closed = True
         listener, self._listener = self._listener, None
         if listener is not None:
-            if listener.is_ours:  # a forked child may have a copy: no process must wait there for an answer
-                turn_away(listener)
-            listener.close()
+            listener.end()
         super().close()
 
 
@@ -488,10 +475,141 @@ def poll(descriptor: int, events: int, timeout: int | None = None) -> bool:
     return bool(waiting.poll(timeout))
 
 
-def turn_away(listener: LineSocket) -> None:
-    """Lets no process connect from here on; those that have connected see the end."""
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(OSError):
-        while True:
-            listener.accept()[0].close()
+# ---- lines on one machine
+
+
+class LineAddress(NamedTuple):
+    """Everything that the other end needs to connect, and to verify the driver's identity."""
+
+    name: str
+    pid: int  # of the driver
+    uid: int
+    machine: str  # boot, PID namespace and network namespace
+
+
+class WatchingLine(Line):
+    """The driver's end, which ends with the worker's process even if other processes have copies of the other end."""
+
+    _process = -1  # becomes readable with the death of the worker
+
+    def watch(self, pid: int) -> None:
+        """The worker's process is this one."""
+        with contextlib.suppress(OSError, AttributeError):  # an old kernel, or it is dead already: that is heard too
+            self._process = os.pidfd_open(pid)
+
+    def read(self, *, wait: bool = False) -> bool:
+        """Reads what has arrived, and keeps it for `arrived`."""
+        done = super().read(wait=wait)
+        if done and not self._arrived and self._process >= 0 and poll(self._process, select.POLLIN, 0):
+            super().read()  # what it sent before its death
+            self.ended |= not self._arrived
+        return done
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """Everything to wait for; once the worker is dead its process is readable, if the kernel supports that."""
+        dies = [] if self.ended or self._process < 0 else [(self._process, select.POLLIN)]
+        return super().descriptors + dies
+
+    def close(self) -> None:
+        """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
+        process, self._process = self._process, -1
+        if process >= 0:
+            os.close(process)
+        super().close()
+
+
+class DriverLine(WatchingLine, ListeningLine):
+    """The driver's end of a line to an actor.
+
+    Args:
+        may_enter: whether the process with this id, which belongs to the same user, may be at the other end.
+
+    Attributes:
+        address: for the worker to connect to.
+
+    Raises:
+        LineError: this system has no such sockets.
+    """
+
+    def __init__(self, may_enter: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._may_enter = may_enter
+        listener = LineSocket()
+        self._listener = listener  # so that an interrupt finds it here
+        name = f"rayloader-line-{secrets.token_hex(16)}"
+        try:
+            listener.bind(f"\0{name}")
+            listener.listen(1)
+            listener.setblocking(False)
+            self.address = LineAddress(name, os.getpid(), os.getuid(), _namespaces())
+        except (OSError, AttributeError, MemoryFileError) as error:  # AttributeError: not Linux
+            self.close()
+            raise LineError(f"can't make a local socket: {error}") from error
+
+    def _let_in(self, listener: LineSocket) -> None:
+        came = self._came(listener)
+        if came is None:
+            return
+        connection = LineSocket(fileno=came)
+        pid, uid = peer(connection)
+        if uid != os.getuid() or not self._may_enter(pid):
+            connection.close()  # a stranger who has read the name in /proc/net/unix
+            return
+        self.watch(pid)
+        self._entered(connection)
+
+
+def pair() -> tuple[WatchingLine, socket.socket]:
+    """Both ends of a line: the driver's, and the one that a fork is to get.
+
+    Raises:
+        LineError: this process can have no further descriptors.
+    """
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise LineError(
+            f"can't make a local socket: {error}. Use fewer workers, or raise the limit of open files (ulimit -n)"
+        ) from error
+    return WatchingLine(LineSocket(fileno=ours.detach())), theirs
+
+
+def flush_streams() -> None:
+    """Flushes this process's output, so that it precedes that of the next process with its streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be anything: closed, None, or the user's own
+            stream.flush()
+
+
+def connect(address: LineAddress) -> Line:
+    """The worker's end; `address`: of the driver's.
+
+    Raises:
+        LineError: the driver is on another machine or in other namespaces, has gone, or another process answers there.
+    """
+    try:
+        if (here := _namespaces()) != address.machine:
+            raise LineError(f"{address.name} must be opened where it was made, {address.machine}; this is {here}")
+        connection = LineSocket()
+        try:
+            connection.connect(f"\0{address.name}")
+            if peer(connection) != (address.pid, address.uid):
+                raise LineError(f"{address.name} must be process {address.pid}, and is another one")
+        except BaseException:  # including Ctrl-C: no other code has the socket yet
+            connection.close()
+            raise
+    except (OSError, MemoryFileError) as error:
+        raise LineError(f"can't open {address.name}: {error}") from error
+    return Line(connection)
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    return pid, uid
+
+
+def _namespaces() -> str:
+    return f"{this_machine()}, {os.readlink('/proc/self/ns/net')}"

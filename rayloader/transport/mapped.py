@@ -2,10 +2,10 @@
 
 Promise: these are sent as a `Region`, a reference to a part of a file, and are never read whole: `np.memmap`, tensors
 in torch's shared memory and those of `torch.from_file(shared=True)`, the arrays of `multiprocessing` (`RawArray`, or
-what is in an `Array`), buffers of Arrow's memory maps, and NumPy's views of all these. Mapped again they behave as
-before: shared and writable, private, or read-only. What the program has written to in a private mapping is its own, and
-no region. The caller copies all other memory, also memory of a file whose object does not tell so, such as
-`torch.from_numpy` of an `np.memmap`; `shared_file` tells whether others would miss what is written there.
+what is in an `Array`), and NumPy's views of all these. Mapped again they behave as before: shared and writable, or
+read-only. The caller copies all other memory: that of private maps (mode "c"), and memory of a file whose object does
+not tell so, such as `torch.from_numpy` of an `np.memmap`; `shared_file` tells whether others would miss what is written
+there.
 
 Driver: `Finder`, for one object that is being pickled. Worker: `open_region`, `open_storage`. This module does not
 import Ray.
@@ -26,62 +26,50 @@ import mmap
 import os
 import re
 import socket
-import stat
 from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rayloader._compat import (
-    file_of_ctypes,
-    share_by_descriptor,
-    share_by_name,
-    shared_by_descriptor,
-    shared_by_name,
-)
+from rayloader import _compat
 from rayloader.errors import ReplicaError
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 from rayloader.transport.raw import address as address_of
 from rayloader.transport.raw import root_of
 
 _PAGE = mmap.PAGESIZE
-_SCAN = 1 << 17  # entries of pagemap read at a time: 1 MiB
 _DELETED = " (deleted)"
 _SHARED_MEMORY = "/dev/shm/"
 _COUNT = 64  # bytes before a storage of the strategy "file_system": the count of its users
-# Of /proc/self/maps: start, end, whether writable and shared, offset, inode, path. Page-locked memory is a device's.
-_LINE = re.compile(
-    rb"^([0-9a-f]+)-([0-9a-f]+) r(.).(.) ([0-9a-f]+) \S+ ([1-9]\d*) +(/(?!dev/(?!shm/)|SYSV).*)$", re.MULTILINE
-)
+# Of /proc/self/maps what is shared and writable: start, end, path. Page-locked memory is a device's.
+_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw.s \S+ \S+ [1-9]\d* +(/(?!dev/(?!shm/)|SYSV).*)$", re.MULTILINE)
 _OURS_OR_RAYS = re.compile(rb"rayloader-|/plasma")  # their memory has owners of its own
 
 
-@dataclass(frozen=True, slots=True)
-class SharedStorage:
+class SharedStorage(NamedTuple):
     """A storage that fills a region; see NOTE [Torch's shared memory]."""
 
+    manager: bytes  # the address of the process that counts the users of `handle`; empty if none does
+    handle: bytes
     nbytes: int
-    has_descriptor: bool  # torch keeps the file open, so that the storage can be sent on
-    manager: bytes = b""  # the address of the process that counts the users of `handle`; empty if none does
-    handle: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a file, and how it was mapped."""
+    """A part of a file, whole pages, that is mapped shared."""
 
-    path: str  # as the kernel shows it; with " (deleted)" it no longer exists
-    mode: str  # "r+" is shared and writable, "c" private, "r" read-only
+    path: str  # as the kernel shows it
+    writable: bool
     offset: int
     nbytes: int
     device: int
     inode: int
     size: int  # of the file, in bytes
-    held: FileAddress | None = None  # a descriptor of it, if the path is not enough
+    held: FileAddress | None = None  # a descriptor of it, for memory that no path leads to
     storage: SharedStorage | None = None  # how torch has mapped it
 
     @property
@@ -89,23 +77,13 @@ class Region:
         """The region without a descriptor: equal if it is the same memory."""
         return replace(self, held=None)
 
-    @property
-    def end(self) -> int:
-        """The byte of the file after its last."""
-        return self.offset + self.nbytes
-
 
 class Mapped(NamedTuple):
     """A region that this process has mapped; the address is that of its first byte, `keeper` keeps `region.held`."""
 
     region: Region
     address: int
-    keeper: MemoryFile | None
-
-    def part(self, address: int, nbytes: int) -> Mapped:
-        """A range of its bytes."""
-        offset = self.region.offset + address - self.address
-        return Mapped(replace(self.region, offset=offset, nbytes=nbytes, storage=None), address, self.keeper)
+    keeper: MemoryFile | None = None
 
 
 class RegionArray(np.ndarray[Any, Any]):
@@ -137,11 +115,15 @@ class Finder:
         owner = root.base
         if owner is None:
             return None
-        if isinstance(root, RegionArray) or (isinstance(root, np.memmap) and isinstance(owner, mmap.mmap)):
-            return self._once("array", id(root), lambda: self._of_root(root))
-        if isinstance(owner, Tensor):
-            return self.of_storage(owner.untyped_storage())
-        return self.of_ctypes(owner.obj if isinstance(owner, memoryview) else owner)
+        if isinstance(root, RegionArray):
+            found = root.mapped
+        elif isinstance(root, np.memmap) and isinstance(owner, mmap.mmap):
+            found = self._once("array", id(root), lambda: self._of_memmap(root))
+        elif isinstance(owner, Tensor):
+            found = self.of_storage(owner.untyped_storage())
+        else:
+            found = self.of_ctypes(owner.obj if isinstance(owner, memoryview) else owner)
+        return None if found is None else found._replace(region=replace(found.region, storage=None))
 
     def of_storage(self, storage: torch.UntypedStorage) -> Mapped | None:
         """The shared memory that a storage fills, if torch says that it is shared. Raises as `of_array`."""
@@ -151,17 +133,10 @@ class Finder:
 
     def of_ctypes(self, obj: object) -> Mapped | None:
         """The shared memory of an object of ctypes that `multiprocessing` has made."""
-        found = file_of_ctypes(obj)
-        return None if found is None else self._once("ctypes", id(obj), lambda: _held(*found))
-
-    def of_buffer(self, buffer: Any) -> Mapped | None:
-        """The mapped file of a buffer of Arrow's."""
-        whole = buffer
-        while whole.parent is not None:
-            whole = whole.parent
-        if not whole.size or whole.address % _PAGE:  # as buffers in the heap
+        if (found := _compat.file_of_ctypes(obj)) is None:
             return None
-        return self._once("buffer", whole.address, lambda: self._of_whole(whole))
+        link = f"/proc/self/fd/{found[0]}"
+        return self._once("ctypes", id(obj), lambda: _held(link, *found[1:]))
 
     def _once(self, kind: str, number: int, find: Callable[[], Mapped | None]) -> Mapped | None:
         """What was found before, for the same object or memory, which the graph keeps."""
@@ -169,133 +144,75 @@ class Finder:
             self._found[kind, number] = find()
         return self._found[kind, number]
 
-    def _of_root(self, root: np.ndarray[Any, Any]) -> Mapped | None:
-        mapped = root.mapped if isinstance(root, RegionArray) else self._of_memmap(root)
-        if mapped is None or (mapped.region.mode == "c" and is_written(mapped.address, mapped.region.nbytes)):
-            return None
-        return mapped
-
     def _of_memmap(self, root: Any) -> Mapped | None:
-        """The region of an `np.memmap`, whose file Python keeps open."""
+        """The region of an `np.memmap`, whose file Python keeps open; a private one is copied, as is all else."""
+        if root.mode == "c":
+            return None
         path = os.path.realpath(root.filename) if root.filename is not None else "of no name"
-        named, deleted = self._descriptors.get(path, {}), self._descriptors.get(path + _DELETED, {})
-        mode = "r+" if root.mode == "w+" else root.mode
-        if len(named) + len(deleted) == 1:  # otherwise which of them?
-            (fd,) = (named or deleted).values()
-            with contextlib.suppress(OSError, MemoryFileError):
-                if deleted:
-                    return _held(fd, root.offset, address_of(root), root.nbytes, mode)
-                return Mapped(_region(fd, path, mode, root.offset, root.nbytes), address_of(root), None)
-        if mode != "r+":
+        if path in self._descriptors and path + _DELETED not in self._descriptors:  # otherwise which of them?
+            with contextlib.suppress(OSError):
+                fd, writable = self._descriptors[path], root.mode != "r"
+                return Mapped(*_region(fd, path, root.offset, address_of(root), root.nbytes, writable=writable))
+        if root.mode == "r":
             return None
         raise _unreachable(path)
 
     @functools.cached_property
-    def _descriptors(self) -> dict[str, dict[tuple[int, int], int]]:
-        """Of the files that this process has open, by path and by device and inode: one descriptor each."""
-        found: dict[str, dict[tuple[int, int], int]] = {}
+    def _descriptors(self) -> dict[str, int]:
+        """Of the files that this process has open, by path."""
+        found: dict[str, int] = {}
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
-                status = os.fstat(int(name))
-                if stat.S_ISREG(status.st_mode):
-                    of_path = found.setdefault(os.readlink(f"/proc/self/fd/{name}"), {})
-                    of_path[status.st_dev, status.st_ino] = int(name)
+                found[os.readlink(f"/proc/self/fd/{name}")] = int(name)
         return found
-
-    def _of_whole(self, whole: Any) -> Mapped | None:
-        """The region of a whole buffer; None if its file is not to be found. Only the kernel knows which it is."""
-        for mapping in self._mappings:
-            if mapping.start == whole.address and mapping.end >= whole.address + whole.size:
-                mode = "r+" if mapping.shared and mapping.writable else "r"
-                with contextlib.suppress(OSError):
-                    fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                    try:
-                        region = _region(fd, mapping.path, mode, mapping.offset, whole.size)
-                    finally:
-                        os.close(fd)
-                    return Mapped(region, whole.address, None) if region.inode == mapping.inode else None
-        return None
-
-    @functools.cached_property
-    def _mappings(self) -> list[_Mapping]:
-        return _mappings()
 
 
 def shared_file(addresses: Iterable[int]) -> str | None:
-    """A file that one of these addresses belongs to and is written to by all who have mapped it; None for none."""
-    shared = [mapping for mapping in _mappings() if mapping.shared and mapping.writable]
-    if not shared:
-        return None
-    starts = [mapping.start for mapping in shared]
-    for address in addresses:
+    """A file that one of these addresses belongs to and is written to by all who have mapped it; None for none.
+
+    Devices, our own files and Ray's do not count.
+    """
+    with open("/proc/self/maps", "rb") as file:
+        lines = [line for line in _LINE.findall(file.read()) if not _OURS_OR_RAYS.search(line[2])]
+    starts = [int(start, 16) for start, _, _ in lines]
+    for address in addresses if lines else ():
         found = bisect(starts, address) - 1
-        if found >= 0 and address < shared[found].end:
-            return shared[found].path
+        if found >= 0 and address < int(lines[found][1], 16):
+            return os.fsdecode(lines[found][2])
     return None
 
 
-class _Mapping(NamedTuple):
-    """A line of `/proc/self/maps`."""
-
-    start: int
-    end: int
-    writable: bool
-    shared: bool
-    offset: int
-    inode: int
-    path: str
+def _region(
+    file: int | str, path: str, offset: int, address: int, nbytes: int, *, writable: bool = True, **more: Any
+) -> tuple[Region, int]:
+    """The whole pages of a file that hold a part of it, and the address of the first, given that of the part."""
+    status, before = os.stat(file), offset % _PAGE
+    where = status.st_dev, status.st_ino, status.st_size
+    return Region(path, writable, offset - before, nbytes + before, *where, **more), address - before
 
 
-def _mappings() -> list[_Mapping]:
-    """The files that this process has mapped, by address, besides devices, our own and Ray's."""
-    try:
-        with open("/proc/self/maps", "rb") as file:
-            lines = _LINE.findall(file.read())
-    except OSError:  # no /proc
-        return []
-    return [
-        _Mapping(int(start, 16), int(end, 16), write == b"w", share == b"s", int(offset, 16), int(inode), path)
-        for start, end, write, share, offset, inode, name in lines
-        if not _OURS_OR_RAYS.search(name) and (path := os.fsdecode(name.replace(rb"\012", b"\n")))
-    ]
-
-
-def _region(fd: int, path: str, mode: str, offset: int, nbytes: int, **more: Any) -> Region:
-    status = os.fstat(fd)
-    return Region(path, mode, offset, nbytes, status.st_dev, status.st_ino, status.st_size, **more)
-
-
-def _held(
-    fd: int, offset: int, address: int, nbytes: int, mode: str = "r+", storage: SharedStorage | None = None
-) -> Mapped:
-    """Memory of a file that has no name: another descriptor of it is kept."""
-    flags = (os.O_RDWR if mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC
-    path = os.readlink(f"/proc/self/fd/{fd}")
-    held = MemoryFile.received(os.open(f"/proc/self/fd/{fd}", flags), path)
-    return Mapped(_region(held.fd, path, mode, offset, nbytes, held=held.address, storage=storage), address, held)
+def _held(link: str, offset: int, address: int, nbytes: int, storage: SharedStorage | None = None) -> Mapped:
+    """Shared memory, to which no path leads, or none for long: another descriptor of it is kept."""
+    path = os.path.realpath(link)
+    held = MemoryFile.received(os.open(link, os.O_RDWR | os.O_CLOEXEC), path)
+    return Mapped(*_region(held.fd, path, offset, address, nbytes, held=held.address, storage=storage), held)
 
 
 def _of_shared(storage: torch.UntypedStorage) -> Mapped | None:
     """The memory of a storage that is shared for torch; see NOTE [Torch's shared memory]."""
-    start, nbytes = storage.data_ptr(), storage.nbytes()
+    start, plain = storage.data_ptr(), SharedStorage(b"", b"", storage.nbytes())
     path = storage.filename
     try:
         if path is not None:
             path = os.path.abspath(path)
-            status = os.stat(path)
-            where = status.st_dev, status.st_ino, status.st_size
-            return Mapped(Region(path, "r+", 0, nbytes, *where, storage=SharedStorage(nbytes, False)), start, None)
+            return Mapped(*_region(path, path, 0, start, plain.nbytes, storage=plain))
         if start % _PAGE == _COUNT:
-            manager, handle, nbytes = share_by_name(storage)  # shared already: this only returns its name
-            path = _SHARED_MEMORY + os.fsdecode(handle).lstrip("/")
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                return _held(fd, _COUNT, start, nbytes, storage=SharedStorage(nbytes, True, manager, handle))
-            finally:
-                os.close(fd)
-        fd, _ = share_by_descriptor(storage)  # likewise, its descriptor
+            counted = SharedStorage(*_compat.share_by_name(storage))  # shared already: this only returns its name
+            path = _SHARED_MEMORY + os.fsdecode(counted.handle).lstrip("/")
+            return _held(path, _COUNT, start, counted.nbytes, counted)
+        fd, _ = _compat.share_by_descriptor(storage)  # likewise, its descriptor
         # Without one it is a private mapping, of `torch.from_file(shared=False)`, whose file torch does not tell.
-        return None if fd < 0 else _held(fd, 0, start, nbytes, storage=SharedStorage(nbytes, True))
+        return None if fd < 0 else _held(f"/proc/self/fd/{fd}", 0, start, plain.nbytes, plain)
     except (OSError, MemoryFileError) as error:
         raise _unreachable(path or "a shared tensor's") from error
 
@@ -305,56 +222,6 @@ def _unreachable(path: str) -> ReplicaError:
         f"the dataset writes to memory that it shares with other processes, {path}, which can't be opened any more; "
         'keep the file under its name, give the dataset a copy, or use workers="fork"'
     )
-
-
-def is_written(address: int, nbytes: int) -> bool:
-    """Whether a private mapping of this process may differ from its file: also if the kernel does not reveal that."""
-    first_page, last_page = address // _PAGE, -(-(address + nbytes) // _PAGE)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            for first in range(first_page, last_page, _SCAN):
-                count = min(_SCAN, last_page - first)
-                entries = np.frombuffer(os.pread(file.fileno(), 8 * count, 8 * first), np.uint64)
-                if len(entries) != count:
-                    return True
-                # Bits 63 and 62: there is a page, in memory or swapped out. Bit 61: it is the file's.
-                own = (entries >> np.uint64(61) & np.uint64(1)) == 0
-                if np.any((entries >> np.uint64(62) != 0) & own):
-                    return True
-    except OSError:
-        return True
-    return False
-
-
-def merged(parts: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
-    """What is mapped at once: regions of whole pages that hold these parts of files.
-
-    Private parts that overlap get a region each: what is written to one must not show in the other, as if they had been
-    copied one by one.
-
-    Returns:
-        The regions, and for each part the number of its region and where it begins there.
-    """
-    regions: list[Region] = []
-    homes = [(-1, 0)] * len(parts)
-    of_file: dict[Region, list[int]] = {}
-    for number in sorted(range(len(parts)), key=lambda number: parts[number].offset):
-        part = parts[number]
-        known = of_file.setdefault(replace(part, offset=0, nbytes=0), [])
-        fits = (home for home in known if part.mode != "c" or regions[home].end <= part.offset)
-        if part.storage is not None or (home := next(fits, None)) is None:
-            home = len(regions)
-            known.append(home)
-            regions.append(part)
-        region = regions[home]
-        if part.storage is None:
-            regions[home] = replace(region, nbytes=max(region.end, part.end) - region.offset)
-        homes[number] = home, part.offset
-    starts = [region.offset & -_PAGE for region in regions]
-    whole = [
-        replace(region, offset=start, nbytes=region.end - start) for region, start in zip(regions, starts, strict=True)
-    ]
-    return whole, [(home, offset - starts[home]) for home, offset in homes]
 
 
 def open_region(region: Region, *, here: bool) -> int:
@@ -370,34 +237,32 @@ def open_region(region: Region, *, here: bool) -> int:
     Raises:
         ReplicaError: the file is not here, or is a different one.
     """
-    writable = region.mode == "r+"
-    what = "shared memory" if region.path.startswith((_SHARED_MEMORY, "/memfd:", "/dev/zero")) else "a file"
-    where = f"The dataset refers to {what}, {region.path} ({'writable' if writable else 'read only'}), which"
-    if region.held is not None and here:
+    node, where = socket.gethostname(), f"The dataset refers to a file, {region.path}, which"
+    if region.held is not None:
         try:
-            return open_file(region.held, writable=writable)
+            if here:
+                return open_file(region.held, writable=True)
+            why = "it is another node"
         except MemoryFileError as error:
-            raise ReplicaError(f"{where} this worker on {socket.gethostname()} can't open: {error}") from error
+            why = str(error)
+        raise ReplicaError(
+            f"The dataset refers to shared memory, {region.path}, which can't be opened on node {node} ({why}); give "
+            "the dataset a copy (clone(), np.array()), or keep the workers on the driver's node"
+        )
     remedy = (
         "put it on every node under the same path, or keep the workers where it is "
         "(ray_remote_args, for instance a scheduling_strategy or label_selector)"
     )
-    if region.held is not None:
-        remedy = "give the dataset a copy (clone(), np.array()), or keep the workers on the driver's node"
-        if writable:  # a file with that name here is not the same memory
-            raise ReplicaError(f"{where} does not reach node {socket.gethostname()}; {remedy}")
     try:
-        fd = os.open(region.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        fd = os.open(region.path, (os.O_RDWR if region.writable else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
-        raise ReplicaError(
-            f"{where} node {socket.gethostname()} does not have, or may not open: {error.strerror}; {remedy}"
-        ) from error
+        raise ReplicaError(f"{where} node {node} does not have, or may not open: {error.strerror}; {remedy}") from error
     status = os.fstat(fd)
     if (status.st_dev, status.st_ino) != (region.device, region.inode) if here else status.st_size != region.size:
         os.close(fd)
         raise ReplicaError(
-            f"{where} on node {socket.gethostname()} is another file, of {status.st_size} bytes; the driver's had "
-            f"{region.size}; {remedy}"
+            f"{where} on node {node} is another file, of {status.st_size} bytes; the driver's had {region.size}; "
+            f"{remedy}"
         )
     return fd
 
@@ -411,22 +276,16 @@ def open_storage(region: Region, fd: int) -> torch.UntypedStorage | None:
         region: of this node's.
         fd: from `open_region`.
     """
-    shared = region.storage
+    shared, storage = region.storage, cast("torch.UntypedStorage | None", None)
     if shared is None:
         return None
-    kind: Any = torch.UntypedStorage
-    storage: torch.UntypedStorage
-    if shared.has_descriptor and not shared.manager:
-        storage = shared_by_descriptor(fd, shared.nbytes)  # duplicates the descriptor
-        return storage
-    if not shared.manager:
-        storage = kind.from_file(region.path, True, shared.nbytes)
-        return storage
-    try:
-        status = os.stat(_SHARED_MEMORY + os.fsdecode(shared.handle).lstrip("/"))
-        if (status.st_dev, status.st_ino) != (region.device, region.inode):
-            return None
-        storage = shared_by_name(shared.manager, shared.handle, shared.nbytes)
-        return storage
-    except (OSError, RuntimeError):  # without a name, it cannot be shared again
-        return None
+    if region.held is None:
+        storage = cast("Any", torch.UntypedStorage).from_file(region.path, True, shared.nbytes)
+    elif not shared.manager:
+        storage = _compat.shared_by_descriptor(fd, shared.nbytes)  # duplicates the descriptor
+    else:
+        with contextlib.suppress(OSError, RuntimeError):  # without a name, it cannot be shared again
+            status = os.stat(region.path)
+            if (status.st_dev, status.st_ino) == (region.device, region.inode):
+                storage = _compat.shared_by_name(*shared)
+    return storage

@@ -57,11 +57,6 @@ class FileAddress:
     nbytes: int
     machine: str  # boot and PID namespace
 
-    @property
-    def header(self) -> bytes:
-        """The first bytes of a file that must be distinguishable from a copy of it."""
-        return f"{self.name} version 1".encode()
-
 
 class MemoryFile:
     """A memory file and its descriptor, which close together.

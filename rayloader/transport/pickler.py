@@ -18,7 +18,6 @@ lacks too. The only state is a cache of definitions, which live as long as their
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import ctypes
 import functools
@@ -42,49 +41,21 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
-from rayloader._compat import (
-    COMPILED,
-    DataPipeWrapper,
-    classes_by_id,
-    datapipe_in,
-    fill_class,
-    id_of_class,
-    ids_by_class,
-    make_class,
-    make_enum,
-    no_torch_function,
-    reduce_as_torch,
-    state_of_subclass,
-    untyped_in,
-)
+from rayloader import _compat
 from rayloader.namespaces import is_a, names_in, namespace_of
-from rayloader.transport.raw import (
-    NAMES,
-    address,
-    itself,
-    make_array,
-    make_sparse,
-    make_tensor,
-    memory,
-    resized,
-    root_of,
-    set_array,
-    set_attributes,
-    set_state,
-)
+from rayloader.transport import raw
 
 if TYPE_CHECKING:
     from rayloader.transport.mapped import Finder, Mapped
 
 PROTOCOL = 5
-_OF_SKELETONS = make_tensor.__module__
+_OF_SKELETONS = raw.make_tensor.__module__
 _SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not this machine's
 _TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's processes: 5 from Python 3.14 on, before that 4
 _IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 _USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
-_OF_NAMED_TUPLES = "_make", "__new__", "__getnewargs__", "__reduce__", "__reduce_ex__"
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
-_ARROWS_BUFFER = "pyarrow.lib", "Buffer"
+_MAINS = "__main__", "__mp_main__"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -110,10 +81,8 @@ def _code_of_file(make: Any, arguments: tuple[Any, ...], filename: str) -> types
 
 
 def _reduce_cached(cached: Any) -> Any:
-    module, name = getattr(cached, "__module__", None) or "", getattr(cached, "__qualname__", "")
-    with contextlib.suppress(AttributeError):
-        if module not in ("__main__", "__mp_main__") and operator.attrgetter(name)(sys.modules.get(module)) is cached:
-            return name  # which pickle finds it by
+    if getattr(cached, "__module__", "") not in _MAINS and _is_named(cached):
+        return cached.__qualname__  # which pickle finds it by
     attributes = {key: value for key, value in vars(cached).items() if key not in ("__wrapped__", "cache_parameters")}
     return _cached, (cached.__wrapped__, cached.cache_parameters()), attributes
 
@@ -203,14 +172,12 @@ class Pickler(ByValuePickler):
 
             self.finder = Finder()
         self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
-        self.carried: dict[pickle.PickleBuffer, int] = {}  # index in `carried_objects` of a token's object
-        self.carried_objects: list[Any] = []
+        self.carried: dict[pickle.PickleBuffer, Any] = {}  # by their tokens
         self.spans: dict[int, Span] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
         self.from_accelerators: dict[int, torch.UntypedStorage] = {}  # copies of a replica's storages, by address
         self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
         self.special_names: dict[str, set[str]] = {}  # of special objects in modules of functions that travel by value
-        self.arrays: list[tuple[np.ndarray[Any, Any], int, int]] = []  # of a replica: with address and bytes
         self.mapped: dict[pickle.PickleBuffer, Mapped] = {}  # of a replica's buffers those that are mapped again
 
     def reducer_override(self, obj: Any) -> Any:
@@ -228,14 +195,13 @@ class Pickler(ByValuePickler):
                 return NotImplemented  # NumPy keeps more in that protocol than `_array` does for older ones
             return self._array(obj)
         if issubclass(kind, Tensor):
-            with no_torch_function():
+            with _compat.no_torch_function():
                 warn_if_has_hooks(obj)
             return self._subclass(obj, kind)
         if kind in self.carry:
             token = pickle.PickleBuffer(bytearray())
-            self.carried[token] = len(self.carried_objects)
-            self.carried_objects.append(obj)
-            return itself, (token,)
+            self.carried[token] = obj
+            return raw.itself, (token,)
         return self._other(obj, kind)
 
     def _other(self, obj: Any, kind: type) -> Any:
@@ -262,7 +228,7 @@ class Pickler(ByValuePickler):
             self.ordinary.add(kind)
             return NotImplemented
         reduced = super().reducer_override(obj)
-        if reduced is not NotImplemented and COMPILED in vars(obj):
+        if reduced is not NotImplemented and _compat.COMPILED in vars(obj):
             raise refusal(obj, "torch.compile has made it, outside of any module that workers can import")
         if reduced is not NotImplemented and self.finder is not None and self.copied is None:
             self.copied = self._copied_special(obj)
@@ -271,8 +237,8 @@ class Pickler(ByValuePickler):
     def _storage(self, obj: Any, kind: type) -> Any:
         """How a storage is pickled; None for as its class says."""
         if kind is torch.TypedStorage:
-            has_data = untyped_in(obj).device.type != "meta"
-            return (reductions.rebuild_typed_storage, (untyped_in(obj), obj.dtype)) if has_data else None
+            has_data = _compat.untyped_in(obj).device.type != "meta"
+            return (reductions.rebuild_typed_storage, (_compat.untyped_in(obj), obj.dtype)) if has_data else None
         if obj.device.type == "meta":
             return None
         if obj.device.type != "cpu":
@@ -299,7 +265,7 @@ class Pickler(ByValuePickler):
         reduced = self._reduced(obj)
         if not isinstance(reduced, tuple) or len(reduced) < 3 or len(reduced) > 5:
             return reduced
-        return *reduced, *[None] * (5 - len(reduced)), set_attributes
+        return *reduced, *[None] * (5 - len(reduced)), raw.set_attributes
 
     def _copied_special(self, function: types.FunctionType) -> tuple[str, str] | None:
         """For a function that travels by value: its name, and that of a special object that all its module uses.
@@ -307,11 +273,7 @@ class Pickler(ByValuePickler):
         A class that travels by value may have a thousand such functions, of modules without special objects.
         """
         module = sys.modules.get(function.__module__ or "")
-        if (
-            module is None
-            or namespace_of(module) is not function.__globals__
-            or module.__name__ in ("__main__", "__mp_main__")
-        ):
+        if module is None or namespace_of(module) is not function.__globals__ or module.__name__ in _MAINS:
             return None  # everything in __main__ travels
         if (names := self.special_names.get(function.__module__)) is None:
             held = list(function.__globals__.items())
@@ -324,28 +286,17 @@ class Pickler(ByValuePickler):
         """How it is pickled in a replica; None for as in a batch."""
         if (reduction := _of_multiprocessing(obj, kind)) is not None:
             return reduction
-        if issubclass(kind, DataPipeWrapper):
+        if issubclass(kind, _compat.DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
-            return kind, (datapipe_in(obj),)
+            return kind, (_compat.datapipe_in(obj),)
         if finder.of_ctypes(obj) is not None:
             return kind.from_buffer, (np.frombuffer(obj, np.uint8),)  # type: ignore[attr-defined]
-        if (kind.__module__, kind.__name__) == _ARROWS_BUFFER and (mapped := finder.of_buffer(obj)) is not None:
-            make, (buffer,) = obj.__reduce_ex__(PROTOCOL)
-            self.mapped[buffer] = mapped.part(obj.address, obj.size)
-            return make, (buffer,)
-        if issubclass(kind, tuple) and _has_own_new(kind):
-            return tuple.__new__, (kind, tuple(obj)), getattr(obj, "__dict__", None)
         return self.special.reduce(obj, self._reduced) if issubclass(kind, self.special.kinds) else None
 
     def _reduced(self, obj: Any) -> Any:
         """The reduction without this class's `reducer_override`."""
         reduce = self.dispatch_table.get(type(obj))
         return reduce(obj) if reduce is not None else obj.__reduce_ex__(PROTOCOL)
-
-    def check_arrays(self) -> None:
-        """Raises ValueError if an array of a replica was resized after it was pickled."""
-        if any((address(array), array.nbytes) != (low, nbytes) for array, low, nbytes in self.arrays):
-            raise resized()
 
     def _tensor(self, tensor: Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -357,10 +308,11 @@ class Pickler(ByValuePickler):
             resolved = tensor.detach().resolve_conj().resolve_neg()
             arguments = self._arguments(resolved.requires_grad_() if tensor.requires_grad else resolved)
         if arguments is not None:
-            return (make_tensor, arguments) if state is None else (make_tensor, arguments, state, None, None, set_state)
+            made = raw.make_tensor, arguments
+            return made if state is None else (*made, state, None, None, raw.set_state)
         if tensor.layout in _SPARSE:
-            arguments = reduce_as_torch(tensor.detach(), PROTOCOL)[1]  # whose values do not belong to a graph
-            return make_sparse, (*arguments, tensor.requires_grad), state, None, None, set_state
+            arguments = _compat.reduce_as_torch(tensor.detach(), PROTOCOL)[1]  # whose values do not belong to a graph
+            return raw.make_sparse, (*arguments, tensor.requires_grad), state, None, None, raw.set_state
         return NotImplemented
 
     def _subclass(self, tensor: Tensor, kind: type[Tensor]) -> Any:
@@ -368,15 +320,15 @@ class Pickler(ByValuePickler):
         own_pickling = kind.__reduce_ex__ is not Tensor.__reduce_ex__
         if own_pickling or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return NotImplemented
-        with no_torch_function():
+        with _compat.no_torch_function():
             if (arguments := self._arguments(tensor)) is None:
                 return NotImplemented
-            return make_tensor, (*arguments, kind), state_of_subclass(tensor), None, None, set_state
+            return raw.make_tensor, (*arguments, kind), _compat.state_of_subclass(tensor), None, None, raw.set_state
 
     def _arguments(self, tensor: Tensor) -> tuple[Any, ...] | None:
         """The arguments of `make_tensor`, or None if `tensor` is not just a strided view of CPU memory."""
         dtype = tensor.dtype
-        name = NAMES.get(dtype)
+        name = raw.NAMES.get(dtype)
         if name is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested:
             return None
         if tensor.is_neg() or tensor.is_conj():
@@ -424,43 +376,40 @@ class Pickler(ByValuePickler):
         """`attributes`: only for a subclass, those in `__dict__` and those in `__slots__`."""
         kind, dtype, mapped = type(array), array.dtype, None
         writable, owned = True, True  # writable as all arrays are after pickling between torch's processes
-        low, nbytes = address(array), array.nbytes
         if self.finder is not None:
-            self.arrays.append((array, low, nbytes))
-            writable, owned = array.flags.writeable, root_of(array).base is None
-            mapped = None if owned or not nbytes else self.finder.of_array(array)
+            writable, owned = array.flags.writeable, raw.root_of(array).base is None
+            mapped = None if owned or not array.nbytes else self.finder.of_array(array)
         array = np.ndarray.view(array, np.ndarray) if attributes else array
         if dtype.hasobject or dtype.itemsize == 0:
             if writable and not attributes:
                 return NotImplemented
             make, arguments, content = cast("tuple[Any, ...]", array.__reduce__())
-            return make, (kind, *arguments[1:]), (content, attributes, writable), None, None, set_array
+            return make, (kind, *arguments[1:]), (content, attributes, writable), None, None, raw.set_array
         if self.finder is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
             dtype = dtype.newbyteorder("=")
             array = array.astype(dtype, "A")
-            low, nbytes = address(array), array.nbytes
+        low, nbytes = raw.address(array), array.nbytes
         strides, offset, order = None, 0, "C"
         if self.finder is None and array.flags.fnc:
             order = "F"  # that pickling keeps this order and C order, and converts all others to C order
         elif not array.flags.c_contiguous:
-            if self.finder is not None:
-                first, end = byte_bounds(array)
-                if mapped is not None or end - first <= nbytes:
-                    strides, offset = array.strides, low - first
-                    low, nbytes = first, end - first
-            if strides is None:
+            first, end = byte_bounds(array)
+            if mapped is not None or (self.finder is not None and end - first <= nbytes):
+                strides, offset = array.strides, low - first
+                low, nbytes = first, end - first
+            else:
                 array = array.copy("C")
-                low = address(array)
-        content = memory(low, nbytes, array)
+                low = raw.address(array)
+        content = raw.memory(low, nbytes, array)
         # Memory that is not NumPy's is none of the pickle's: others may write to it, which `shared_file` looks for.
         buffer = bytearray(content) if nbytes <= _IN_BAND and owned else pickle.PickleBuffer(content)
         if mapped is not None:
-            self.mapped[cast("pickle.PickleBuffer", buffer)] = mapped.part(low, nbytes)
+            self.mapped[cast("pickle.PickleBuffer", buffer)] = mapped
         by_name = dtype.isbuiltin == 1 and dtype.metadata is None
         arguments = buffer, array.shape, dtype.str if by_name else dtype
         layout = strides, offset, order, writable, kind
-        reduction = make_array, arguments if layout == _USUAL else (*arguments, *layout)
-        return (*reduction, (None, attributes, writable), None, None, set_array) if attributes else reduction
+        reduction = raw.make_array, arguments if layout == _USUAL else (*arguments, *layout)
+        return (*reduction, (None, attributes, writable), None, None, raw.set_array) if attributes else reduction
 
 
 def _has_bits(tensor: Tensor) -> bool:
@@ -472,15 +421,6 @@ def _of_module(module: types.ModuleType) -> Any:
     name = namespace_of(module).get("__name__", "")
     is_known = type(module) is types.ModuleType or sys.modules.get(name) is not module
     return None if is_known else (importlib.import_module, (name,))
-
-
-def _has_own_new(kind: type) -> bool:
-    """Whether a tuple is made by code of the program's, which may take other arguments than the items."""
-    owner = {name: next((cls for cls in kind.__mro__ if name in vars(cls)), object) for name in _OF_NAMED_TUPLES}
-    made = owner["_make"]
-    others = {owner["__getnewargs__"], owner["__reduce__"], owner["__reduce_ex__"]} - {made, object, tuple}
-    new = owner["__new__"]
-    return new not in (made, tuple) and isinstance(vars(new)["__new__"], staticmethod) and not others
 
 
 def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -540,15 +480,15 @@ def _check_can_leave(obj: Any, kind: type) -> None:
 
 def _is_named(definition: Any) -> bool:
     """Whether a class or function is where its name says: in a fork those of the program's `__main__` are, too."""
-    found = sys.modules.get(definition.__module__)
-    for name in definition.__qualname__.split("."):
+    found = sys.modules.get(getattr(definition, "__module__", None) or "")
+    for name in getattr(definition, "__qualname__", "").split("."):
         found = getattr(found, name, None)
     return found is definition
 
 
 def _with_slots(cls: type, reduced: Any) -> Any:
     """Cloudpickle's reduction of a class, with its `__slots__` if the class travels by value."""
-    if not isinstance(reduced, tuple) or reduced[0] is not make_class or "__slots__" not in vars(cls):
+    if not isinstance(reduced, tuple) or reduced[0] is not _compat.make_class or "__slots__" not in vars(cls):
         return reduced
     if NamedTuple in vars(cls).get("__orig_bases__", ()):  # it is called again, and sets them itself
         return reduced
@@ -561,20 +501,20 @@ def _reduce_by_id(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
     definition = _definitions.get(cls)
     if definition is None:
         reduced = reduce_by_value(cls)
-        if reduced is NotImplemented or reduced[0] not in (make_class, make_enum):
+        if reduced is NotImplemented or reduced[0] not in (_compat.make_class, _compat.make_enum):
             return reduced
         try:
             text = dumped(cls, ByValuePickler)
         except Exception:  # something unpicklable was added to it in this process; the id alone must suffice
             text = None
-        definition = _definitions[cls] = (id_of_class(cls), text, id(cls), cls.__module__, cls.__qualname__)
+        definition = _definitions[cls] = (_compat.id_of_class(cls), text, id(cls), cls.__module__, cls.__qualname__)
     return _known_class, definition
 
 
 def _known_class(tracker_id: str, definition: bytes | None, place: int, module: str, name: str) -> Any:
-    cls = classes_by_id.get(tracker_id)
+    cls = _compat.classes_by_id.get(tracker_id)
     if cls is None and (cls := _class_at(place, module, name)) is not None:
-        classes_by_id[tracker_id] = cls
+        _compat.classes_by_id[tracker_id] = cls
     if cls is None and definition is None:
         raise pickle.UnpicklingError("a class of this batch is unknown here and could not be pickled there")
     return _Definition(definition or b"").load() if cls is None else cls
@@ -601,11 +541,11 @@ class _Definition(pickle.Unpickler):
 
     def __init__(self, definition: bytes) -> None:
         super().__init__(io.BytesIO(definition))
-        self.known = set(ids_by_class)
+        self.known = set(_compat.ids_by_class)
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return self._fill if found is fill_class else found
+        return self._fill if found is _compat.fill_class else found
 
     def _fill(self, cls: type, state: object) -> object:
-        return cls if cls in self.known else fill_class(cls, state)
+        return cls if cls in self.known else _compat.fill_class(cls, state)

@@ -192,11 +192,3 @@ def set_attributes(obj: Any, state: Any) -> None:
         object.__getattribute__(obj, "__dict__").update(attributes)
     for name, value in (slots or {}).items():
         setattr(obj, name, value)
-
-
-def resized() -> ValueError:
-    """The error for memory that is gone, or is smaller than when its tensor or array was pickled."""
-    return ValueError(
-        "a tensor or array was resized while it was being sent to the workers, so its values are gone; resize none in "
-        "__getstate__, nor in a thread while iter() runs, but assign new ones"
-    )

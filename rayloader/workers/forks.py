@@ -22,8 +22,7 @@ from typing_extensions import override
 from rayloader.errors import exit_in_words
 from rayloader.protocol import Down, Setup, Up, WorkerAddress
 from rayloader.resume.snapshot import WorkerState
-from rayloader.transport.line import Line, LineError, unpacked
-from rayloader.transport.local_line import WatchingLine, pair
+from rayloader.transport.line import Line, LineError, WatchingLine, pair, unpacked
 from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, Process, Started
 from rayloader.workers.janitor import janitor

@@ -48,8 +48,7 @@ from typing import Any, NamedTuple, NoReturn
 from rayloader._compat import Identity, keep_freed_memory, new_identity, run_as_process
 from rayloader.errors import WorkerStartError, warning_at_the_users_line
 from rayloader.interrupts import new_lock
-from rayloader.transport.line import SENDING, LineSocket, closers, poll
-from rayloader.transport.local_line import flush_streams
+from rayloader.transport.line import SENDING, LineSocket, closers, flush_streams, poll
 
 # Where the system refuses a process or a descriptor.
 REMEDY = (

@@ -248,7 +248,7 @@ def test_where_no_line_is_possible_batches_come_by_ray_calls_and_that_is_said(
     namespaces, persistent, monkeypatch, caplog
 ):
     """The driver cannot make one, or the worker cannot connect."""
-    monkeypatch.setattr("rayloader.transport.local_line._namespaces", namespaces)
+    monkeypatch.setattr("rayloader.transport.line._namespaces", namespaces)
     # Fresh processes: what is noted of an actor outlives this test.
     loader = DataLoader(range(60), None, num_workers=1, persistent_workers=persistent, fresh_processes=True)
     assert [list(loader) for _ in range(2)] == [list(range(60))] * 2

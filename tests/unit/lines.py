@@ -7,9 +7,7 @@ import threading
 
 from rayloader.actors import tcp_line
 from rayloader.actors.tcp_line import TcpDriverLine
-from rayloader.transport import local_line
-from rayloader.transport.line import Line, ListeningLine
-from rayloader.transport.local_line import DriverLine
+from rayloader.transport.line import DriverLine, Line, ListeningLine, connect
 
 HERE = "127.0.0.1"
 LIMIT_S = 500.0
@@ -28,7 +26,7 @@ def listening(kind: str) -> ListeningLine:
 def reach(driver: ListeningLine) -> Line:
     """The worker's end; by TCP the driver must be served meanwhile."""
     if isinstance(driver, DriverLine):
-        return local_line.connect(driver.address)
+        return connect(driver.address)
     return tcp_line.connect(driver.address, new_buffer, LIMIT_S)
 
 

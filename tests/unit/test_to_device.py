@@ -13,7 +13,6 @@ import torch
 
 from rayloader.epoch.ahead import Delivery
 from rayloader.gpu import device as devices
-from rayloader.gpu.device import PAGEABLE_BYTES
 from rayloader.gpu.to_device import Moved, PinOrMove, rebuilt
 from simulated_device import DEVICE, SimulatedAccelerator
 
@@ -229,54 +228,6 @@ def test_what_is_handed_over_twice_is_the_same() -> None:
     assert first["tensor"].tolist() == [0, 1, 2]
     assert first["tensor"] is second["tensor"]
     assert accelerator.queued == 1
-
-
-SMALL = [
-    torch.arange(6).view(2, 3),
-    torch.tensor(True),
-    torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
-    torch.tensor([1 + 2j]),
-    torch.full((PAGEABLE_BYTES,), 7, dtype=torch.uint8),
-]
-
-
-def test_the_small_tensors_of_a_batch_are_copied_in_one_piece() -> None:
-    accelerator = SimulatedAccelerator()
-    image, labels = torch.ones(PAGEABLE_BYTES), {"name": "text", "labels": SMALL}
-    found = Moved((image, labels, SMALL[0]), DEVICE, accelerator).handed_over()
-    assert accelerator.queued == 2
-    assert found[0].equal(image)
-    assert (found[1]["name"], len(found[1]["labels"])) == ("text", len(SMALL))
-    moved = [*found[1]["labels"], found[2]]
-    for tensor, source in zip(moved, [*SMALL, SMALL[0]], strict=True):
-        assert (tensor.dtype, tensor.shape, tensor.stride()) == (source.dtype, source.shape, source.stride())
-        assert tensor.equal(source)
-        assert tensor.untyped_storage().nbytes() == source.untyped_storage().nbytes()
-    moved[0].resize_(9).fill_(1)
-    assert moved[1].equal(SMALL[1])
-    assert moved[-1].equal(SMALL[0])  # the same tensor twice is two on the device, as by `to`
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.arange(6).view(2, 3).t(),
-        torch.ones(2, requires_grad=True),
-        torch.ones(0),
-        torch.tensor([1j]).conj(),
-        torch.nn.Parameter(torch.ones(2)),
-        torch.ones(PAGEABLE_BYTES),
-    ],
-    ids=["transposed", "with gradient", "empty", "conjugated", "of another class", "large"],
-)
-def test_other_tensors_are_copied_one_by_one(other: torch.Tensor) -> None:
-    accelerator = SimulatedAccelerator()
-    found = Moved([ONE, other, ONE], DEVICE, accelerator).handed_over()
-    assert accelerator.queued == 2
-    assert found[0].equal(ONE)
-    assert found[2].equal(ONE)
-    assert found[1].equal(other)
-    assert found[1].stride() == other.stride()
 
 
 def test_a_delivery_that_does_nothing_prepares_nothing() -> None:

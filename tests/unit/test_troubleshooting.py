@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 import rayloader
 from documents import ROOT
 from rayloader import DataLoader, SharedList
-from rayloader.transport import local_line
+from rayloader.transport import line
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
@@ -43,9 +43,7 @@ NOT_ON_THE_PAGE = {
     "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
     "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
     "... on node ... is another file": "goes on after `The dataset refers to`",
-    "... does not reach node": "goes on after `The dataset refers to`",
     "... node ... does not have": "goes on after `The dataset refers to`",
-    "... this worker on ... can't open": "goes on after `The dataset refers to`",
     "it is of another format, or of another number of samples": "goes on after `the cache ... can't be used`",
     "keep the object that it is a view of": "goes on after `cannot pickle`",
     "a descriptor of this process": "goes on after `cannot pickle`",
@@ -151,7 +149,7 @@ def unforked() -> None:
 def unpaired() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socketpair", refused)
-        local_line.pair()
+        line.pair()
 
 
 def refused() -> None:

@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 import pytest
 
-from rayloader.transport import unpicklable
+from rayloader.transport import codec
 from rayloader.transport.codec import decode, encode
 
 # Where they hold what can't be pickled.
@@ -79,7 +79,7 @@ def test_what_belongs_to_one_process_is_an_error_that_names_the_attribute_and_th
         dataset = SimpleNamespace(held=obj)
         with pytest.raises(TypeError, match="pickle"):
             encode(dataset, replica=True)
-        said = unpicklable.explain(dataset, "dataset")
+        said = codec.explain(dataset, "dataset")
         assert said.startswith(f"dataset.held{part}: "), name
         assert said.endswith("; create it in worker_init_fn or lazily on first use, or drop it in __getstate__"), name
 
