@@ -196,8 +196,8 @@ def set_process_title(ray: ModuleType, title: str) -> None:
             pass
 
 
-def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]] | None:
-    """What Ray's GCS knows of the cluster, and the autoscaler of either version of itself; None if it cannot be asked.
+def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]]:
+    """What Ray's GCS knows of the cluster, and the autoscaler of either version of itself.
 
     Args:
         ray: the module.
@@ -209,16 +209,13 @@ def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]
 
     Raises:
         RpcError: the GCS has not answered.
+        TypeError: it cannot be asked.
     """
     client = _found(ray, "_private.worker.global_worker.gcs_client")
-    reply_of = _found(ray, "core.generated.autoscaler_pb2.GetClusterStatusReply")
-    ask = _member(client, "_raylet.InnerGcsClient.get_cluster_status")
-    look_up = _member(client, "_raylet.InnerGcsClient.internal_kv_get")
-    if reply_of is None or ask is None or look_up is None:
-        return None
-    reply = reply_of()
-    reply.ParseFromString(ask(timeout_s=timeout))
+    reply = _found(ray, "core.generated.autoscaler_pb2.GetClusterStatusReply")()
+    reply.ParseFromString(_member(client, "_raylet.InnerGcsClient.get_cluster_status")(timeout_s=timeout))
     key = _found(ray, "_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
+    look_up = _member(client, "_raylet.InnerGcsClient.internal_kv_get")
     report = None if key is None else look_up(key.encode(), None, timeout=timeout)
     return reply, json.loads(report) if report else {}
 

@@ -11,7 +11,7 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from rayloader.actors import session
 from rayloader.actors._compat_ray import on_completed, said_of_end
+from rayloader.actors.cluster import wanted
 from rayloader.actors.image import Image
-from rayloader.actors.room import demand
 from rayloader.interrupts import Bell
 from rayloader.protocol import NONE_YET, WorkerAddress
 from rayloader.workers.connection import Channel, Mailbox, NeverStarts, Process, Started
@@ -154,9 +154,9 @@ class Actor(Process):
         return "" if self.address is None else self.address.node_id
 
     @property
-    def holds(self) -> dict[str, float]:
+    def holds(self) -> Mapping[str, float]:
         """What it takes from others as long as it runs, idle or not, by Ray's names; nothing before."""
-        return {} if self.address is None else demand(self.options)
+        return {} if self.address is None else wanted(self.options).amounts
 
     @property
     def is_near(self) -> bool:

@@ -29,7 +29,6 @@ from rayloader.actors import session
 from rayloader.actors._compat_ray import leave_out_deaths
 from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
 from rayloader.actors.cluster import INTERVAL_S, Cluster, asks
-from rayloader.actors.demand import Demand
 from rayloader.actors.lifetimes import Lifetimes
 from rayloader.actors.placement import Placement
 from rayloader.actors.process import WorkerProcess
@@ -52,9 +51,7 @@ class Pool:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(self.session_alive)
-        self._cluster = Cluster(self.session_alive, heard=self._tidy_soon)
-        self.placement = Placement(self._cluster)
-        self._demand = Demand()
+        self.placement = Placement(Cluster(self.session_alive, heard=self._tidy_soon))
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
@@ -186,10 +183,9 @@ class Pool:
         idle = [actor for actor in actors if actor.state is ActorState.IDLE and not actor.ends and actor.holds]
         if not idle:
             return None
-        if (status := self._cluster.look()) is not None:
-            pending = [actor for actor in actors if actor.state is ActorState.LENT and actor.address is None]
-            for actor in self._demand.in_the_way(status, idle, pending):
-                self._lifetimes.end_idle(actor)
+        pending = [actor for actor in actors if actor.state is ActorState.LENT and actor.address is None]
+        for actor in self.placement.in_the_way(idle, pending):
+            self._lifetimes.end_idle(actor)
         return INTERVAL_S
 
     def _tidy_soon(self, _: object = None) -> None:

@@ -11,7 +11,7 @@ from inside import actors_of
 from multinode_data import Calls, as_is, origin
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader
-from rayloader.actors import demand
+from rayloader.actors import placement
 from rayloader.actors.actor import wait_for
 from rayloader.protocol import NONE_YET
 from rayloader.workers.fleet import Fleet
@@ -119,13 +119,13 @@ def test_idle_workers_stay_while_nothing_waits_that_they_make_room_for(monkeypat
     loader = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
     before = set(loader)
     hopeless = ray.remote(num_cpus=0, resources={"spare": 3})(origin).remote()
-    looked, seen = demand.in_the_way, []
+    looked, seen = placement.in_the_way, []
 
-    def look(idle, nodes, free, waiting):
-        seen.extend(str(one) for one in waiting)
-        return looked(idle, nodes, free, waiting)
+    def look(idle, nodes, waiting):
+        seen.extend(str(want) for want, _ in waiting)
+        return looked(idle, nodes, waiting)
 
-    monkeypatch.setattr(demand, "in_the_way", look)
+    monkeypatch.setattr(placement, "in_the_way", look)
     ray.get(ray.remote(num_cpus=0, resources={"spare": 1})(origin).remote(), timeout=START_LIMIT)
     wait_until(lambda: "spare 3" in seen, "the janitor has looked")
     ray.cancel(hopeless)

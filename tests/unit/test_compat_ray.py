@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from documents import ROOT
 from lacking import Changed, ray_without
-from rayloader.actors import _compat_ray
+from rayloader.actors import _compat_ray, cluster
 from rayloader.actors._compat_ray import COSTS, leave_out_deaths, said_of_end
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
@@ -203,8 +203,9 @@ def test_the_cluster_is_what_the_gcs_and_the_autoscaler_say():
     ],
     ids=["report", "status", "client", "reply"],
 )
-def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking):
-    assert _compat_ray.cluster_status(lacking(), 1.0) is None
+def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking, monkeypatch):
+    monkeypatch.setattr(cluster, "ray", lacking())
+    assert cluster.Cluster(lambda: True, lambda: None).ask() is None
 
 
 def test_what_is_only_comfort_is_left_out():
