@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import inspect
 import json
 import logging
 import operator
@@ -27,50 +26,35 @@ RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authenti
 
 logger = logging.getLogger("rayloader")
 
-_ASKED_OFTEN = "each batch asks Ray's public functions which cluster this is, which takes longer"
-_NOT_SEEN = (
-    "workers count as without a place in the cluster until they run, and nodes that an autoscaler starts are not seen: "
-    "if that takes longer than a minute, raise RAYLOADER_START_TIMEOUT (seconds)"
-)
 _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
-# What it costs that a version of Ray lacks a name; "" if nothing, because the versions without it do not need it. Names
-# are paths from the module: of an attribute, or of an argument of a function, in parentheses. To which loggers Ray's
-# modules write is looked up by their own names.
-COSTS = {
-    "ObjectRef._on_completed": "answers of Ray are awaited as futures, which takes a little longer",
-    "_private.worker.global_worker.listener_thread": "",  # there is none before the first connection
-    "_private.worker.global_worker.connected": _ASKED_OFTEN,
-    "_private.worker.global_worker.node": _ASKED_OFTEN,
-    "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
-    "_private.worker.global_worker.gcs_client": "",  # there is none before the first connection
-    "_raylet.InnerGcsClient.get_cluster_status": _NOT_SEEN,
-    "_raylet.InnerGcsClient.internal_kv_get": _NOT_SEEN,
-    "core.generated.autoscaler_pb2.GetClusterStatusReply": _NOT_SEEN,
-    "_private.ray_constants.DEBUG_AUTOSCALING_STATUS": "nodes that an autoscaler of version 1 starts are not seen",
-    "_private.worker.print_to_stdstream": "Ray prints a line for each worker process that dies",
-    "_private.worker._changeproctitle": "`ps` and `top` do not show which loader a worker process works for",
-    "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
-        "workers wait for room on this node, and do not run on others meanwhile"
-    ),
-    _OF_TRAIN: "the state of a loader that Ray Train has prepared counts the batch that this draws ahead",
-}
+# Names are paths from the module. To which loggers Ray's modules write is looked up by their own names.
+NAMES = (
+    "ObjectRef._on_completed",
+    "_private.worker.global_worker.connected",
+    "_private.worker.global_worker.node",
+    "_raylet.InnerGcsClient.get_cluster_status",
+    "_raylet.InnerGcsClient.internal_kv_get",
+    "core.generated.autoscaler_pb2.GetClusterStatusReply",
+    "_private.ray_constants.DEBUG_AUTOSCALING_STATUS",
+    "_private.worker.print_to_stdstream",
+    "_private.worker._changeproctitle",
+)
+# Those of which nothing is said at the start: before the first connection there are none, or it costs nothing that they
+# are missing; and Ray imports Train when that is looked up.
+OTHERS = (
+    "_private.worker.global_worker.listener_thread",
+    "_private.worker.global_worker.gcs_client",
+    "_private.node.Node.session_name",
+    _OF_TRAIN,
+)
 
 
 def _found(ray: ModuleType, name: str, otherwise: Any = None) -> Any:
-    """What has this name of `COSTS`, or the last argument if this version of Ray lacks it."""
-    find, argument = _parsed(name)
+    """What has this name, or the last argument if this version of Ray lacks it."""
     try:
-        found = find(ray)
+        return operator.attrgetter(name)(ray)
     except AttributeError:
         return otherwise
-    return otherwise if argument and argument not in inspect.signature(found).parameters else found
-
-
-@functools.cache
-def _parsed(name: str) -> tuple[Callable[[Any], Any], str]:
-    """A function that finds what has this name, and the argument that it must have."""
-    attribute, _, argument = name.rstrip(")").partition("(")
-    return operator.attrgetter(attribute), argument
 
 
 def _member(owner: object, name: str) -> Any:
@@ -79,22 +63,15 @@ def _member(owner: object, name: str) -> Any:
 
 
 @functools.cache  # says it once
-def tell_lacks(ray: ModuleType) -> None:
-    """Logs which of these names this version of Ray lacks, and what that costs."""
+def tell_lacks(ray: ModuleType, names: tuple[str, ...] = NAMES) -> None:
+    """Logs which of these names this version of Ray lacks."""
     lacks = object()
-    for name in COSTS:
-        if name != _OF_TRAIN and _found(ray, name, lacks) is lacks:  # Ray imports Train when that is looked up
-            _tell(name)
-
-
-@functools.cache  # likewise
-def _tell(name: str) -> None:
-    if COSTS[name]:
+    if lacking := [name for name in names if _found(ray, name, lacks) is lacks]:
         logger.warning(
-            "rayloader: Ray %s lacks the private name %s, so %s. Tested were Ray %s",
+            "rayloader: Ray %s lacks private names that public ones replace, which are slower or tell less: %s. Tested "
+            "were Ray %s",
             importlib.metadata.version("ray"),
-            name,
-            COSTS[name],
+            ", ".join(lacking),
             TESTED["ray"],
         )
 
@@ -225,10 +202,11 @@ def node_first(ray: ModuleType, node_id: str) -> Any:
 
     Ray's public argument, `soft`, makes an actor wait for the node as long as it could ever have room.
     """
-    affinity = _found(ray, "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)")
-    if affinity is None:
-        return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
-    return affinity(node_id, soft=True, _spill_on_unavailable=True)
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    try:
+        return affinity(node_id, soft=True, _spill_on_unavailable=True)
+    except TypeError:  # this version of Ray has no such argument
+        return affinity(node_id, soft=True)
 
 
 def wrapped_loader_classes() -> tuple[type, ...]:
@@ -238,5 +216,5 @@ def wrapped_loader_classes() -> tuple[type, ...]:
         return ()
     wrapped = _member(module, _OF_TRAIN)
     if wrapped is None:
-        _tell(_OF_TRAIN)
+        tell_lacks(sys.modules["ray"], (_OF_TRAIN,))
     return () if wrapped is None else (wrapped,)

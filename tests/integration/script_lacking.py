@@ -1,4 +1,4 @@
-"""A program whose Ray lacks private names of `_compat_ray.COSTS`: it loads, loses a worker, and starts anew.
+"""A program whose Ray lacks private names of `_compat_ray`: it loads, loses a worker, and starts anew.
 
     python script_lacking.py NAME ...
 

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from documents import ROOT
 from lacking import Changed, ray_without
 from rayloader.actors import _compat_ray, cluster
-from rayloader.actors._compat_ray import COSTS, leave_out_deaths, said_of_end
+from rayloader.actors._compat_ray import NAMES, OTHERS, leave_out_deaths, said_of_end
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
 DIED = "The actor died unexpectedly before finishing this task."
@@ -70,7 +70,6 @@ NODE = "0" * 56
 def nothing_said_yet():
     yield
     _compat_ray.tell_lacks.cache_clear()
-    _compat_ray._tell.cache_clear()
 
 
 def without(name):
@@ -79,24 +78,23 @@ def without(name):
 
 def test_all_names_that_the_file_uses_are_listed_and_used():
     tree = ast.parse(SOURCE)
-    (table,) = (n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "COSTS")
-    outside = [node for statement in tree.body if statement is not table for node in ast.walk(statement)]
+    tables = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in ("NAMES", "OTHERS")]
+    outside = [node for statement in tree.body if statement not in tables for node in ast.walk(statement)]
     texts = {node.value for node in outside if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+[.(])?_(?!_)\w[\w.()]*|core\.[\w.]+", text)}
-    arguments = {text for text in texts if re.fullmatch(r"[\w.]+\(\w+\)", text)}
-    assert private | arguments == set(COSTS)
+    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+\.)?_(?!_)\w[\w.]*|core\.[\w.]+", text)}
+    assert private == {*NAMES, *OTHERS}
     chains = {ast.unparse(node) for node in outside if isinstance(node, ast.Attribute)}
     assert not {chain for chain in chains if re.match(r"(?!self\.)[\w.]+\._(?!_)", chain)}
 
 
-@pytest.mark.parametrize("name", COSTS.keys() - {OF_TRAIN})
+@pytest.mark.parametrize("name", NAMES)
 def test_what_this_ray_lacks_is_said_once(name, caplog):
     _compat_ray.tell_lacks(ray)
     assert caplog.messages == [], "this version has all of them"
     lacking = without(name)
     for _ in range(2):
         _compat_ray.tell_lacks(lacking)
-    assert [name in message and COSTS[name] in message for message in caplog.messages] == [True] * bool(COSTS[name])
+    assert [name in message for message in caplog.messages] == [True]
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
