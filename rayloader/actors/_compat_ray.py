@@ -111,13 +111,8 @@ def has_lost_threads(ray: ModuleType) -> bool:
     return not any(name.read_text().startswith("grpc") for name in Path("/proc/self/task").glob("*/comm"))
 
 
-def connection_of(ray: ModuleType | None) -> Any:
-    """An object that represents this process's connection to a cluster, and ends with it; None if there is none.
-
-    There is none either while Ray is not imported, or only in part.
-    """
-    if ray is None or not hasattr(ray, "is_initialized"):
-        return None
+def connection_of(ray: ModuleType) -> Any:
+    """An object that represents this process's connection to a cluster, and ends with it; None if there is none."""
     is_connected = _found(ray, "_private.worker.global_worker.connected")
     node = _found(ray, "_private.worker.global_worker.node") if is_connected else None
     if node is not None or is_connected is False:

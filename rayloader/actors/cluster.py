@@ -7,7 +7,6 @@ which need it anyway. It is asked in a thread of its own, for a limited time, an
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ import ray
 
 from rayloader.actors import session
 from rayloader.actors._compat_ray import cluster_status
-from rayloader.workers.janitor import Janitor
 
 # How long an answer is good for, in seconds.
 INTERVAL_S = 1.0
@@ -99,7 +97,7 @@ def wanted(options: Mapping[str, Any]) -> Want:
     if options.get("accelerator_type"):
         needs[f"accelerator_type:{options['accelerator_type']}"] = 0.001
     amounts = {name: float(amount) for name, amount in needs.items() if amount}
-    strategy = options.get("scheduling_strategy")
+    strategy: Any = options.get("scheduling_strategy")
     if (group := getattr(strategy, "placement_group", None)) is not None:
         index = strategy.placement_group_bundle_index
         ends = ["", *([f"{index}_"] if index >= 0 else [])]
@@ -157,9 +155,9 @@ class Cluster:
         """What was heard last. Lets the thread ask again if that is old; does not wait for it."""
         if time.monotonic() >= self._due:
             self._due = math.inf
-            asks.start()
-            asks.later(self.ask)
-            asks.later(self._heard)
+            session.asks.start()
+            session.asks.later(self.ask)
+            session.asks.later(self._heard)
         return self.status
 
     def ask(self) -> ClusterStatus | None:
@@ -171,12 +169,6 @@ class Cluster:
         finally:
             self._due = time.monotonic() + INTERVAL_S
         return self.status
-
-
-# The thread that asks. Ray is not shut down meanwhile.
-asks = Janitor(name="rayloader-asks")
-asks.between_jobs = session.no_shutdown_while_asked
-os.register_at_fork(after_in_child=asks.forget)
 
 
 def _read() -> ClusterStatus:

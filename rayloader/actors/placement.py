@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from rayloader.actors import session, start
+from rayloader.actors import session
 from rayloader.actors._compat_ray import node_first
 from rayloader.actors.actor import Actor
 from rayloader.actors.cluster import ASK_LIMIT_S, INTERVAL_S, Cluster, Node, Want, in_words, remedies, wanted
@@ -61,7 +61,7 @@ class Placement:
         """
         status = self._cluster.ask()
         nodes = [] if status is None else status.nodes
-        ours = session.started_here() or any(start.OVERSUBSCRIBE_RESOURCE in node.total for node in nodes)
+        ours = session.started_here() or any(session.OVERSUBSCRIBE_RESOURCE in node.total for node in nodes)
         return {"enable_task_events": False, "num_cpus": 0 if ours else 1, **remote_args}
 
     def where(self, options: dict[str, Any], count: int, starting: int) -> list[tuple[dict[str, Any], bool | None]]:

@@ -28,11 +28,11 @@ from ray.exceptions import RayError
 from rayloader.actors import session
 from rayloader.actors._compat_ray import leave_out_deaths
 from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.actors.cluster import INTERVAL_S, Cluster, asks
+from rayloader.actors.cluster import INTERVAL_S, Cluster
 from rayloader.actors.lifetimes import Lifetimes
 from rayloader.actors.placement import Placement
 from rayloader.actors.process import WorkerProcess
-from rayloader.actors.start import SessionName
+from rayloader.actors.session import SessionName
 from rayloader.errors import RaySessionError, add_note
 from rayloader.interrupts import new_lock
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
@@ -271,7 +271,7 @@ def shutdown() -> None:
             _pool.shutdown()
             _pool = None
         janitor.end()
-        asks.end()
+        session.asks.end()
         session.end()
 
 

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from rayloader import WorkerStartError
-from rayloader.actors import placement, session, start
+from rayloader.actors import placement, session
 from rayloader.actors.cluster import ClusterStatus, Node, Want, _coming
 from rayloader.actors.placement import LONG_START_TIMEOUT_S, START_TIMEOUT_S, START_TIMEOUT_VARIABLE, Placement
 
@@ -74,8 +74,8 @@ def gives_up(placement, pending, waited):
         ({"CPU": 4.0}, {}, 1),
         ({"CPU": 1.0}, {"num_cpus": 0.25}, 0.25),
         ({"CPU": 0.0}, {}, 1),
-        ({"CPU": 4.0, start.OVERSUBSCRIBE_RESOURCE: 1.0}, {}, 0),
-        ({"CPU": 4.0, start.OVERSUBSCRIBE_RESOURCE: 1.0}, {"num_cpus": 2}, 2),
+        ({"CPU": 4.0, session.OVERSUBSCRIBE_RESOURCE: 1.0}, {}, 0),
+        ({"CPU": 4.0, session.OVERSUBSCRIBE_RESOURCE: 1.0}, {"num_cpus": 2}, 2),
     ],
     ids=["joined", "the user's", "a head that is to stay free", "ours", "the user's in ours"],
 )
@@ -190,8 +190,9 @@ def test_the_error_says_what_no_node_has_and_what_to_change(place):
     nodes = node(CPU=2.0, free={"CPU": 0.0}), node(AWAY, "10.0.0.2", CPU=16.0), node("c" * 56, CPU=2.0)
     text = said(place, status(*nodes, demand=((Want({"CPU": 32.0}), 2),)), Pending(num_cpus=32), Pending(num_cpus=32))
     assert text == (
-        "2 of 2 DataLoader workers found no place in the Ray cluster within 60 s: each asks for CPU 32; each of 2 nodes "
-        "has CPU 2 in all, node 10.0.0.2 has CPU 16 in all. Remedies: ask in ray_remote_args for no more than a node has; "
+        "2 of 2 DataLoader workers found no place in the Ray cluster within 60 s: each asks for CPU 32; each of 2 "
+        "nodes has CPU 2 in all, node 10.0.0.2 has CPU 16 in all. Remedies: ask in ray_remote_args for no more than a "
+        "node has; "
         'have the workers share CPUs with ray_remote_args={"num_cpus": 0}; if nodes are still starting, raise the '
         "environment variable RAYLOADER_START_TIMEOUT (seconds)"
     )
