@@ -7,7 +7,6 @@ unchanged; and only `wait_for` waits at all.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 import weakref
@@ -36,11 +35,16 @@ class RayAnswer(Started):
     Attributes:
         ref: of the call.
         value: the answer, or an error of Ray's; NONE_YET before.
+
+    Args:
+        ref: of the call.
+        bell: rung when it comes.
     """
 
-    def __init__(self, ref: Any) -> None:
+    def __init__(self, ref: Any, bell: Bell | None = None) -> None:
         self.ref = ref
         self.value: Any = NONE_YET
+        self._bell = bell
         on_completed(ref, self._note)
 
     @property
@@ -50,27 +54,22 @@ class RayAnswer(Started):
 
     def _note(self, value: Any) -> None:  # in one of Ray's threads
         self.value = value
+        if self._bell is not None:
+            self._bell.ring()
 
 
-def wait_for(refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
-    """Waits until `count` of these calls are answered, for `timeout` seconds at most.
+def wait_for(refs: Sequence[Any], timeout: float) -> list[Any]:
+    """Waits until these calls are answered, for `timeout` seconds at most.
 
     Returns:
         The answer to each of them: an error of Ray's if there will be none, NONE_YET if there is none so far.
     """
     bell = Bell()
-    answers = [NONE_YET] * len(refs)
-
-    def note(index: int, answer: Any) -> None:  # in one of Ray's threads
-        answers[index] = answer
-        bell.ring()
-
-    for index, ref in enumerate(refs):
-        on_completed(ref, functools.partial(note, index))
+    answers = [RayAnswer(ref, bell) for ref in refs]
     until = time.monotonic() + timeout
-    while sum(answer is not NONE_YET for answer in answers) < count and (left := until - time.monotonic()) > 0:
+    while NONE_YET in [answer.value for answer in answers] and (left := until - time.monotonic()) > 0:
         bell.wait(left)
-    return list(answers)
+    return [answer.value for answer in answers]
 
 
 def watch(mailbox: Mailbox, ref: Any, channel: Channel | None = None) -> None:

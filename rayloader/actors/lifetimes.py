@@ -102,32 +102,28 @@ class Lifetimes:
         if not self._alive():
             return []
         alive = [actor for actor in actors if actor.stopped is None]  # no user code has run there: nothing to prove
-        calls = {
-            actor: (actor.stopped.ref, actor.handle.hello.remote()) for actor in actors if actor.stopped is not None
-        }
-        began = time.monotonic()
-        patience = {actor: UNWANTED_S if actor.was_busy else GIVE_UP_S for actor in calls}
-        until_notice = min([LATE_NOTICE_S, *patience.values()])
-        answers = wait_for([call for both in calls.values() for call in both], 2 * len(calls), until_notice)
-        answered = dict(zip(calls, zip(answers[::2], answers[1::2], strict=True), strict=True))
-        late = [actor for actor, both in answered.items() if any(answer is NONE_YET for answer in both)]
-        if late:
+        asked = [actor for actor in actors if actor.stopped is not None]
+        calls = [actor.handle.hello.remote() for actor in asked]  # which comes after `stop`
+        limits = [UNWANTED_S if actor.was_busy else GIVE_UP_S for actor in asked]
+        began, until_notice = time.monotonic(), min([LATE_NOTICE_S, *limits])
+        answers = wait_for(calls, until_notice)
+        if late := answers.count(NONE_YET):
             logger.warning(
                 "rayloader: waiting for %d warm worker processes, which have not answered for %g s: the machine is "
                 "busy, or they are still at batches that nobody wants",
-                len(late),
+                late,
                 until_notice,
             )
-        for actor, both in answered.items():
-            if actor in late:
-                one, other = both = tuple(wait_for(calls[actor], 2, began + patience[actor] - time.monotonic()))
-                if one is NONE_YET or other is NONE_YET:
-                    logger.warning(
-                        "rayloader: a warm worker process is ended, which has not answered for %g s; a new one takes "
-                        "its place",
-                        patience[actor],
-                    )
-            if any(answer is NONE_YET or isinstance(answer, RayError) for answer in both):
+        for actor, call, answer, limit in zip(asked, calls, answers, limits, strict=True):
+            if answer is NONE_YET:
+                (answer,) = wait_for([call], began + limit - time.monotonic())
+            if answer is NONE_YET:
+                logger.warning(
+                    "rayloader: a warm worker process is ended, which has not answered for %g s; a new one takes its "
+                    "place",
+                    limit,
+                )
+            if answer is NONE_YET or isinstance(answer, RayError):
                 janitor.later(functools.partial(self.kill, actor))
             else:
                 actor.lane.abandon()  # all its calls are answered
@@ -222,7 +218,7 @@ class Lifetimes:
         stopping = [actor for actor in self.actors if actor.stops]
         if stopping and self._alive():
             seconds = max(actor.stop_by for actor in stopping) - time.monotonic()
-            wait_for([actor.stopped.ref for actor in stopping if actor.stopped], len(stopping), seconds)
+            wait_for([actor.stopped.ref for actor in stopping if actor.stopped], seconds)
 
     def tidy(self) -> float | None:
         """Takes back the actors of lost leases, and ends those whose time has come.

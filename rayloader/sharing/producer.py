@@ -47,7 +47,6 @@ from rayloader.actors._compat_ray import on_completed
 from rayloader.actors.actor import RayAnswer, wait_for
 from rayloader.actors.image import Contents, Image, Source, decode_replica, module_folders, open_image
 from rayloader.errors import RaySessionError, ShareError, StateError, add_note
-from rayloader.interrupts import Bell
 from rayloader.protocol import Caught, carried
 from rayloader.random.generators import GENERATORS
 from rayloader.random.random_state import RandomState
@@ -283,17 +282,12 @@ class Bundle(RayAnswer):
         bell: rung when it has come.
     """
 
-    def __init__(self, ref: Any, bell: Bell) -> None:
-        self._bell = bell
-        super().__init__(ref)
-
     @override
     def _note(self, value: Any) -> None:  # in one of Ray's threads
         if isinstance(value, list):
-            super().__init__(value[0])
+            super().__init__(value[0], self._bell)
         else:
             super()._note(value)
-            self._bell.ring()
 
 
 class Calls:
@@ -326,7 +320,7 @@ class Calls:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What the producer answers to a call; raises as `checked` does."""
-        return self.checked(wait_for([self.begin(method, *arguments)], 1, _FOR_EVER_S)[0])
+        return self.checked(wait_for([self.begin(method, *arguments)], _FOR_EVER_S)[0])
 
     def checked(self, answer: Any) -> Any:
         """An answer, unless it is an error.

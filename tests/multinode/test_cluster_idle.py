@@ -173,7 +173,7 @@ def test_a_worker_whose_node_is_asked_for_dies_and_the_others_go_on(nodes, monke
     def killing(fleet, *arguments):
         begin(fleet, *arguments)
         ray.kill(fleet.hosts[0].handle)
-        assert wait_for([fleet.hosts[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
+        assert wait_for([fleet.hosts[0].hello.ref], HANG_LIMIT)[0] is not NONE_YET
 
     monkeypatch.setattr(Fleet, "begin", killing)
     loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"resources": {"away": 1}})
