@@ -13,8 +13,6 @@ import logging
 import operator
 import re
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,15 +27,12 @@ logger = logging.getLogger("rayloader")
 _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
 # Names are paths from the module. To which loggers Ray's modules write is looked up by their own names.
 NAMES = (
-    "ObjectRef._on_completed",
     "_private.worker.global_worker.connected",
     "_private.worker.global_worker.node",
     "_raylet.InnerGcsClient.get_cluster_status",
     "_raylet.InnerGcsClient.internal_kv_get",
     "core.generated.autoscaler_pb2.GetClusterStatusReply",
     "_private.ray_constants.DEBUG_AUTOSCALING_STATUS",
-    "_private.worker.print_to_stdstream",
-    "_private.worker._changeproctitle",
 )
 # Those of which nothing is said at the start: before the first connection there are none, or it costs nothing that they
 # are missing; and Ray imports Train when that is looked up.
@@ -74,20 +69,6 @@ def tell_lacks(ray: ModuleType, names: tuple[str, ...] = NAMES) -> None:
             ", ".join(lacking),
             TESTED["ray"],
         )
-
-
-def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
-    """Makes one of Ray's threads call this with the answer of a call, or with Ray's error."""
-    tell = _member(ref, "ObjectRef._on_completed")
-    if tell is not None:
-        tell(callback)
-    else:
-        ref.future().add_done_callback(lambda future: callback(_answer(future)))
-
-
-def _answer(future: Future[Any]) -> Any:
-    error = future.exception()
-    return future.result() if error is None else error
 
 
 class _Connection:
@@ -138,34 +119,6 @@ def said_of_end(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if not line.startswith("\t")]
     said = re.split(r" (?:Some common causes|There are some potential root causes)\b", " ".join(filter(None, lines)))[0]
     return "" if re.search(r"exits with a connection error code \d+\. End of file\.?$", said) else said
-
-
-_DEATH = re.compile(r"A worker died or was killed while.*? Node ID: (\w+) .*? Worker PID: (\d+) ", re.DOTALL)
-
-
-def leave_out_deaths(ray: ModuleType, of: Callable[[tuple[str, int]], bool]) -> None:
-    """Keeps Ray from printing in this process that certain processes have died: `of` is asked with node and pid."""
-    name = "_private.worker.print_to_stdstream"
-    print_all = _found(ray, name)
-    if print_all is None:
-        return
-
-    @functools.wraps(print_all)
-    def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        deaths = [_DEATH.match(line) for line in data["lines"]] if data["pid"] == "raylet" else [None]
-        if not all(found is not None and of((found[1], int(found[2]))) for found in deaths):
-            print_all(data, *args, **options)
-
-    owner, _, attribute = name.rpartition(".")
-    setattr(operator.attrgetter(owner)(ray), attribute, print_others)
-
-
-def set_process_title(ray: ModuleType, title: str) -> None:
-    """Sets what `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
-    change = _found(ray, "_private.worker._changeproctitle")
-    if change is not None:
-        with change(title, title):  # the function it calls has moved between versions
-            pass
 
 
 def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]]:

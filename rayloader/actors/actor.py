@@ -11,6 +11,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,14 +20,24 @@ from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import on_completed, said_of_end
+from rayloader.actors._compat_ray import said_of_end
 from rayloader.actors.cluster import wanted
 from rayloader.actors.image import Image
 from rayloader.interrupts import Bell
-from rayloader.protocol import NONE_YET, WorkerAddress
+from rayloader.protocol import NONE_YET
 from rayloader.workers.connection import Channel, Mailbox, NeverStarts, Process, Started
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
+
+
+def on_completed(ref: Ref, callback: Callable[[Any], None]) -> None:
+    """Makes one of Ray's threads call this with the answer of a call, or with Ray's error."""
+
+    def tell(future: Future[Any]) -> None:
+        error = future.exception()
+        callback(future.result() if error is None else error)
+
+    ref.future().add_done_callback(tell)
 
 
 class RayAnswer(Started):
@@ -94,20 +105,6 @@ class Lease:
         self.ref = weakref.ref(self, ended)
 
 
-# Node and pid of every process that has served as an actor here: Ray may tell of its end when the actor is forgotten.
-processes: set[tuple[str, int]] = set()
-
-
-class Hello(RayAnswer):
-    """The answer to `WorkerProcess.hello`."""
-
-    @override
-    def _note(self, value: Any) -> None:
-        if isinstance(value, WorkerAddress):
-            processes.add((value.node_id, value.pid))
-        super()._note(value)
-
-
 class ActorState(Enum):
     """Whom an actor works for; see lifetimes.py."""
 
@@ -124,7 +121,7 @@ class Actor(Process):
     handle: Any
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
-    hello: Hello  # its address, once it runs
+    hello: RayAnswer  # its address, once it runs
     # Whether the node that it must be on had room for it when it was created; None if Ray tells who has no place.
     had_room: bool | None
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it

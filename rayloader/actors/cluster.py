@@ -239,42 +239,20 @@ def in_words(status: ClusterStatus | None, options: Mapping[str, Any]) -> str:
     """What each actor with these options asks for, and what keeps it from each node."""
     asked = f"each asks for {_asked(options)}"
     if status is None:
-        return f"{asked}; Ray's GCS does not answer"
-    if not status.nodes:
-        return f"{asked}; Ray has no live node, and its log says why"
-    nodes = [f"{_whose(nodes)} {text}" for text, nodes in _shortages(status, options).items()]
+        return f"{asked}; Ray's GCS does not answer: ray.shutdown() lets iter() start or join another Ray"
+    lacking: defaultdict[str, list[str]] = defaultdict(list)
+    for node in status.nodes:
+        lacking[_shortage(node, wanted(options), options.get("scheduling_strategy"))].append(f"node {node.ip}")
+    said = [
+        f"{nodes[0] if len(nodes) == 1 else f'each of {len(nodes)} nodes'} {text}" for text, nodes in lacking.items()
+    ]
     coming = [f"an autoscaler is starting {status.coming} more"] if status.coming else []
-    return f"{asked}; {', '.join([*nodes, *coming])}"
-
-
-def remedies(status: ClusterStatus | None, options: Mapping[str, Any]) -> list[str]:
-    """What may help actors with these options."""
-    if status is None or not status.nodes:
-        return ["call ray.shutdown(), after which iter() joins or starts another Ray"]
-    want, found = wanted(options), []
-    enough = [node for node in status.nodes if not want.lacks(node.total)]
-    if not enough:
-        found.append("ask in ray_remote_args for no more than a node has")
-    elif busy := {_plain(name) for node in enough for name in want.lacks(node.free)}:
-        found.append(f"lower num_workers, or end what holds {', '.join(sorted(busy))}")
-    if options.get("label_selector") or options.get("scheduling_strategy"):
-        found.append("name other nodes in ray_remote_args")
-    if options.get("num_cpus"):
-        found.append('have the workers share CPUs with ray_remote_args={"num_cpus": 0}')
-    return found or ["lower num_workers"]
+    return f"{asked}; {', '.join([*(said or ['Ray has no live node']), *coming])}"
 
 
 def _plain(name: str) -> str:
     """A resource's name without that of a placement group."""
     return name.partition("_group_")[0]
-
-
-def _shortages(status: ClusterStatus, options: Mapping[str, Any]) -> dict[str, list[Node]]:
-    """The nodes, by what keeps actors with these options from them, in words."""
-    nodes: defaultdict[str, list[Node]] = defaultdict(list)
-    for node in status.nodes:
-        nodes[_shortage(node, wanted(options), options.get("scheduling_strategy"))].append(node)
-    return nodes
 
 
 def _shortage(node: Node, want: Want, strategy: Any) -> str:
@@ -287,10 +265,6 @@ def _shortage(node: Node, want: Want, strategy: Any) -> str:
             f"{_amount(name, node.free.get(name, 0.0))} free of {_number(name, node.total[name])}" for name in busy
         )
     return "has room, if the scheduling_strategy allows it" if strategy not in (None, "DEFAULT") else "has room now"
-
-
-def _whose(nodes: list[Node]) -> str:
-    return f"node {nodes[0].ip}" if len(nodes) == 1 else f"each of {len(nodes)} nodes"
 
 
 def _amount(name: str, amount: float) -> str:

@@ -35,8 +35,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rayloader.actors._compat_ray import on_completed
-from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, wait_for
+from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, on_completed, wait_for
 from rayloader.interrupts import new_lock
 from rayloader.protocol import NONE_YET
 from rayloader.workers.janitor import janitor

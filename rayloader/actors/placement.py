@@ -22,7 +22,7 @@ import ray
 from rayloader.actors import session
 from rayloader.actors._compat_ray import node_first
 from rayloader.actors.actor import Actor
-from rayloader.actors.cluster import ASK_LIMIT_S, INTERVAL_S, Cluster, Node, Want, in_words, remedies, wanted
+from rayloader.actors.cluster import ASK_LIMIT_S, INTERVAL_S, Cluster, Node, Want, in_words, wanted
 from rayloader.errors import WorkerStartError
 
 logger = logging.getLogger("rayloader")
@@ -150,11 +150,11 @@ class Placement:
                 f"not start within {limit:g} s: the machine is overloaded, or a process hangs, and Ray's log says "
                 f"where. Remedies: lower num_workers; {variable}"
             )
-        options, status = pending[0].options, self._cluster.status
         return WorkerStartError(
             f"{lacking} of {of} DataLoader workers found no place in the Ray cluster within {limit:g} s: "
-            f"{in_words(status, options)}. Remedies: {'; '.join(remedies(status, options))}; if nodes are "
-            f"still starting, {variable}"
+            f"{in_words(self._cluster.status, pending[0].options)}. Remedies: lower num_workers, end what holds these "
+            "resources, or ask for others in ray_remote_args, where num_cpus=0 shares CPUs; if nodes are still "
+            f"starting, {variable}"
         )
 
     def in_the_way(self, idle: Sequence[Actor], pending: Sequence[Actor]) -> list[Actor]:

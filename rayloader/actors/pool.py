@@ -26,8 +26,7 @@ import ray
 from ray.exceptions import RayError
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import leave_out_deaths
-from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
+from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer
 from rayloader.actors.cluster import INTERVAL_S, Cluster
 from rayloader.actors.lifetimes import Lifetimes
 from rayloader.actors.placement import Placement
@@ -41,7 +40,6 @@ from rayloader.workers.connection import NeverStarts
 from rayloader.workers.janitor import ends_with_program, janitor
 
 _remote_worker: Any = ray.remote(WorkerProcess)
-leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
 
 
 class Pool:
@@ -214,7 +212,7 @@ class Pool:
         # Ray ends it if an interrupt comes before it is noted below.
         handle = _remote_worker.options(**options, **where, **named).remote()
         probe = self._probe.address if self._probe is not None else None
-        actor = Actor(handle, key, options, Hello(handle.hello.remote(probe)), had_room)
+        actor = Actor(handle, key, options, RayAnswer(handle.hello.remote(probe)), had_room)
         self._lifetimes.begin(actor, lease)
         return actor
 

@@ -270,7 +270,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             setups = [
                 Setup(
                     worker_id=worker_id,
-                    name=loader._label,
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
                     seed_batches=self._options.seeds_batches,

@@ -43,8 +43,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import on_completed
-from rayloader.actors.actor import RayAnswer, wait_for
+from rayloader.actors.actor import RayAnswer, on_completed, wait_for
 from rayloader.actors.image import Contents, Image, Source, decode_replica, module_folders, open_image
 from rayloader.errors import RaySessionError, ShareError, StateError, add_note
 from rayloader.protocol import Caught, carried

@@ -43,6 +43,8 @@ def main():
     handler.emit = lambda record: said.append(record.getMessage())
     _compat_ray._found = without
     _compat_ray._member = lambda owner, name: None if name in names else member(owner, name)
+    _compat_ray.tell_lacks.cache_clear()
+    _compat_ray.tell_lacks(ray)
     for shut_down in (ray.shutdown, rayloader.shutdown):  # what the public way sees of a session's end
         check_epochs()
         assert session.started_here()

@@ -4,19 +4,17 @@ import ast
 import logging
 import re
 import sys
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import ray
 import ray.util.client
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
-from ray.exceptions import RayActorError
 
 from documents import ROOT
 from lacking import Changed, ray_without
 from rayloader.actors import _compat_ray, cluster
-from rayloader.actors._compat_ray import NAMES, OTHERS, leave_out_deaths, said_of_end
+from rayloader.actors._compat_ray import NAMES, OTHERS, said_of_end
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
 DIED = "The actor died unexpectedly before finishing this task."
@@ -41,22 +39,6 @@ def test_that_a_process_is_gone_is_nothing_new(advice):
 def test_what_else_ray_knows_remains():
     why = "The actor is dead because its node has died. Node Id: 1e9e6ce2"
     assert said_of_end(f"{DIED}{FIELDS}{why}\n") == f"{DIED} {why}"
-
-
-def line(pid, text="A worker died or was killed while executing a task by an unexpected system error. "):
-    return (
-        f"{text}Lease ID: 01 Worker ID: 45fa Node ID: 1e9e Worker IP address: ::1 Worker port: 7 Worker PID: {pid} Wo"
-    )
-
-
-def test_that_a_process_of_ours_has_died_is_not_printed_and_everything_else_is():
-    printed = []
-    worker = SimpleNamespace(print_to_stdstream=lambda data, ignore_prefix: printed.extend(data["lines"]))
-    leave_out_deaths(SimpleNamespace(_private=SimpleNamespace(worker=worker)), {("1e9e", 3027)}.__contains__)
-    others = [line(3028), line(3027, "Out of memory. "), "", line(3027) + "\n"]
-    for pid, text in [("raylet", line(3027)), *(("raylet", text) for text in others[:3]), (17, others[3])]:
-        worker.print_to_stdstream({"pid": pid, "lines": [text]}, ignore_prefix=False)
-    assert printed == others
 
 
 # --- a Ray that lacks a name
@@ -96,18 +78,6 @@ def test_what_this_ray_lacks_is_said_once(name, caplog):
         _compat_ray.tell_lacks(lacking)
     assert [name in message for message in caplog.messages] == [True]
     assert all(record.levelno == logging.WARNING for record in caplog.records)
-
-
-@pytest.mark.parametrize("outcome", [0, "an answer", RayActorError()], ids=["false", "true", "error"])
-def test_an_answer_comes_through_a_future(outcome):
-    future, came = Future(), []
-    _compat_ray.on_completed(SimpleNamespace(future=lambda: future), came.append)
-    assert came == []
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-    assert came == [outcome]
 
 
 def connected(job="01", session="session_1", **members):
@@ -202,12 +172,6 @@ def test_the_cluster_is_what_the_gcs_and_the_autoscaler_say():
 def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking, monkeypatch):
     monkeypatch.setattr(cluster, "ray", lacking())
     assert cluster.Cluster(lambda: True, lambda: None).ask() is None
-
-
-def test_what_is_only_comfort_is_left_out():
-    leave_out_deaths(without("_private.worker.print_to_stdstream"), lambda _: True)
-    _compat_ray.set_process_title(without("_private.worker._changeproctitle"), "a title")
-    assert _compat_ray.node_first(ray, NODE)._spill_on_unavailable
 
 
 def test_an_actor_waits_for_its_node_where_ray_knows_nothing_else():

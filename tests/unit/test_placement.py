@@ -191,10 +191,9 @@ def test_the_error_says_what_no_node_has_and_what_to_change(place):
     text = said(place, status(*nodes, demand=((Want({"CPU": 32.0}), 2),)), Pending(num_cpus=32), Pending(num_cpus=32))
     assert text == (
         "2 of 2 DataLoader workers found no place in the Ray cluster within 60 s: each asks for CPU 32; each of 2 "
-        "nodes has CPU 2 in all, node 10.0.0.2 has CPU 16 in all. Remedies: ask in ray_remote_args for no more than a "
-        "node has; "
-        'have the workers share CPUs with ray_remote_args={"num_cpus": 0}; if nodes are still starting, raise the '
-        "environment variable RAYLOADER_START_TIMEOUT (seconds)"
+        "nodes has CPU 2 in all, node 10.0.0.2 has CPU 16 in all. Remedies: lower num_workers, end what holds these "
+        "resources, or ask for others in ray_remote_args, where num_cpus=0 shares CPUs; if nodes are still starting, "
+        "raise the environment variable RAYLOADER_START_TIMEOUT (seconds)"
     )
 
 
@@ -213,22 +212,22 @@ def in_group(index):
         (
             [node(CPU=2.0, free={"CPU": 0.0})],
             {},
-            ["asks for CPU 1; node 10.0.0.1 has CPU 0 free of 2", "lower num_workers, or end what holds CPU"],
+            ["asks for CPU 1; node 10.0.0.1 has CPU 0 free of 2"],
         ),
         (
             [node(CPU=2.0, memory=8.0 * GIB, free={"memory": 1.0 * GIB})],
             {"num_cpus": 0, "memory": 4 * GIB},
-            ["asks for memory 4 GiB; node 10.0.0.1 has memory 1 GiB free of 8 GiB", "end what holds memory"],
+            ["asks for memory 4 GiB; node 10.0.0.1 has memory 1 GiB free of 8 GiB"],
         ),
         (
             [node(CPU=2.0)],
             {"num_cpus": 0, "num_gpus": 1},
-            ["asks for GPU 1; node 10.0.0.1 has GPU 0 in all", "ask in ray_remote_args for no more"],
+            ["asks for GPU 1; node 10.0.0.1 has GPU 0 in all"],
         ),
         (
             [node(CPU=2.0), node(AWAY, CPU=2.0, disk=1.0, free={"disk": 0.0})],
             {"num_cpus": 0, "resources": {"disk": 1}},
-            ["node 10.0.0.1 has disk 0 in all", "node 10.0.0.1 has disk 0 free of 1", "end what holds disk"],
+            ["node 10.0.0.1 has disk 0 in all", "node 10.0.0.1 has disk 0 free of 1"],
         ),
         ([node(CPU=2.0)], {"accelerator_type": "A100"}, ["asks for CPU 1, accelerator_type A100; node"]),
         (
@@ -237,7 +236,7 @@ def in_group(index):
                 node(AWAY, CPU=2.0, labels={"place": "moon"}, free={"CPU": 0.0}),
             ],
             {"label_selector": {"place": "in(moon, mars)"}},
-            ["node 10.0.0.1 has other labels", "node 10.0.0.1 has CPU 0 free of 2", "name other nodes"],
+            ["node 10.0.0.1 has other labels", "node 10.0.0.1 has CPU 0 free of 2"],
         ),
         (
             [node(CPU=2.0, labels={"place": "earth"})],
@@ -247,7 +246,7 @@ def in_group(index):
         (
             [node(CPU=2.0), node(AWAY, CPU=2.0, free={"CPU": 0.0})],
             {"scheduling_strategy": NodeAffinitySchedulingStrategy(AWAY, soft=False)},
-            [f"scheduling_strategy node {AWAY}", "node 10.0.0.1 is another", "has CPU 0 free of 2", "name other nodes"],
+            [f"scheduling_strategy node {AWAY}", "node 10.0.0.1 is another", "has CPU 0 free of 2"],
         ),
         (
             [node(CPU=2.0, CPU_group_9f2c=1.0, free={"CPU_group_9f2c": 0.0})],
@@ -287,19 +286,16 @@ def in_group(index):
     ],
 )
 def test_whatever_lacks_is_named(place, nodes, options, parts):
-    pending = Pending(had_room=False, **options)
-    text = said(place, status(*nodes), pending)
+    text = said(place, status(*nodes), Pending(had_room=False, **options))
     for part in parts:
         assert part in text
     assert "object at 0x" not in text
-    assert ("share CPUs" in text) is bool(pending.options["num_cpus"])
 
 
 def test_nodes_that_come_and_a_cluster_without_any_are_said(place):
     assert "an autoscaler is starting 3 more. Remedies" in said(place, status(demand=LACKS, coming=3), Pending())
     text = said(place, ClusterStatus((), LACKS, at=NOW), Pending())
     assert "each asks for CPU 1; Ray has no live node" in text
-    assert "call ray.shutdown()" in text
 
 
 def test_those_that_have_a_place_and_do_not_start_are_another_matter(place):
