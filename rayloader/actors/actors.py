@@ -27,8 +27,7 @@ from rayloader.gpu.device import Accelerator
 from rayloader.options import Options
 from rayloader.transport.lanes import SMALL_BYTES, Recycled
 from rayloader.transport.line import LineError
-from rayloader.workers.connection import Channel, Mailbox
-from rayloader.workers.processes import Processes
+from rayloader.workers.connection import Channel, Mailbox, Processes
 
 logger = logging.getLogger("rayloader")
 

@@ -25,9 +25,8 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.line import Line, LineError, unpacked
 from rayloader.transport.local_line import WatchingLine, pair
 from rayloader.transport.memory_file import this_machine
-from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, Process, Started
+from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, Process, Processes, Started
 from rayloader.workers.janitor import janitor
-from rayloader.workers.processes import Processes
 from rayloader.workers.zygote import REMEDY, SILENCE_SECONDS, Zygote
 
 logger = logging.getLogger("rayloader")
