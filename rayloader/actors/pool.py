@@ -92,7 +92,7 @@ class Pool:
 
         Waits for those that are late, but not until new ones run.
         """
-        self._check_lends()
+        self.check()
         key = _key(remote_args)
         taken = [] if fresh else self._lifetimes.take(lease, key, count)
         if len(taken) < count and not fresh and self._is_garbage_lent(lease, key):
@@ -100,7 +100,7 @@ class Pool:
         created = self._create(lease, remote_args, count - len(taken), key)
         proved = self._lifetimes.proved(taken)
         if len(proved) < len(taken):
-            self._check_lends()  # again after the wait: in an ended session a Ray call starts another one
+            self.check()  # again after the wait: in an ended session a Ray call starts another one
             created += self._create(lease, remote_args, len(taken) - len(proved), key)
         return proved + created
 
@@ -118,9 +118,10 @@ class Pool:
         janitor.do(self.tidy)
         return True
 
-    def _check_lends(self) -> None:
+    def check(self) -> None:
+        """Raises RaySessionError unless the actors can be used."""
         if self.closed or not self.session_alive():
-            raise RaySessionError("the workers were shut down; call iter() on the loader again")
+            raise RaySessionError("the workers, or their Ray, were shut down; call iter() on the loader again")
 
     def prepare(self, remote_args: dict[str, Any], count: int) -> None:
         """Creates actors in advance, for the next loaders that need them; does not wait until they run."""
@@ -199,8 +200,7 @@ class Pool:
         except Exception as error:  # whatever Ray says of the user's options
             add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
             raise
-        if self.closed:
-            raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")
+        self.check()
         return actors
 
     def _make(

@@ -4,7 +4,7 @@ Promise: the two kinds of processes, actors and forks, differ in where they come
 channels; their workers, tasks, batches, snapshots and losses are the same. All kinds of `Channel` take the same calls
 and return the same messages, in the order in which the process sent them (see `Up` in protocol.py); a process that will
 not answer yields `ProcessLost` as its last message. Those to forks are in forks.py, those to actors in
-actors/channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over a
+actors/actors.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over a
 line or from Ray, and lets any exception through that a signal handler raises meanwhile. No thread waits inside Ray.
 Channels are used under the lock of their epoch; any thread may wait.
 
