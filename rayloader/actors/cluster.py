@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,7 +178,7 @@ def _read() -> ClusterStatus:
     return ClusterStatus(
         tuple(_node(node) for node in state.node_states if node.status != _DEAD),
         tuple((_want(one.request), int(one.count)) for one in state.pending_resource_requests),
-        tuple(bundle for group in state.pending_gang_resource_requests for bundle in _bundles(group.requests)),
+        tuple(_want(bundle) for group in state.pending_gang_resource_requests for bundle in group.requests),
         _coming(reply.autoscaling_state, report),
         now,
     )
@@ -188,17 +188,6 @@ def _node(state: Any) -> Node:
     """A node by Ray's `NodeState`."""
     total, free = dict(state.total_resources), dict(state.available_resources)
     return Node(state.node_id.hex(), state.node_ip_address, total, free, dict(state.labels))
-
-
-def _bundles(requests: Sequence[Any]) -> list[Want]:
-    """What a placement group waits for: one of all together if they have to be on one node."""
-    wants = [_want(request) for request in requests]
-    if not any(place.HasField("affinity") for request in requests for place in request.placement_constraints):
-        return wants
-    together: Counter[str] = Counter()
-    for want in wants:
-        together.update(want.amounts)
-    return [Want(dict(together))]
 
 
 def _want(request: Any) -> Want:

@@ -44,12 +44,11 @@ from typing_extensions import override
 
 from rayloader.actors import session
 from rayloader.actors.actor import RayAnswer, on_completed, wait_for
-from rayloader.actors.image import Contents, Image, Source, decode_replica, module_folders, open_image
-from rayloader.errors import RaySessionError, ShareError, StateError, add_note
+from rayloader.actors.image import Contents, Image, Source, decode_replica, encode, module_folders, open_image
+from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.protocol import Caught, carried
-from rayloader.random.generators import GENERATORS
 from rayloader.random.random_state import RandomState
-from rayloader.transport import codec, raw, unpicklable
+from rayloader.transport import codec, raw
 from rayloader.transport.lanes import in_message
 
 logger = logging.getLogger("rayloader")
@@ -354,11 +353,7 @@ def start(loader: Any, terms: Terms) -> Calls:
     """
     if find(terms.name) is not None:
         raise ShareError(f"there is a share {terms.name!r} in this Ray already; close it, or choose another name")
-    try:
-        encoded = codec.encode(loader, carry=carried(), replica=True, special=GENERATORS)
-    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
-        add_note(error, f"It cannot be sent to the producer: {unpicklable.explain(loader.__dict__, 'loader')}")
-        raise
+    encoded = encode(loader, {"loader": vars(loader)}, "the producer")
     image = Image.write(Contents(encoded))  # lives until the loader is open
     source = Source(session.node_id(), module_folders(), image.address, list(encoded.carried))
     here = NodeAffinitySchedulingStrategy(session.node_id(), soft=False)

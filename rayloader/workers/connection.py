@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from rayloader.errors import RayloaderError, RaySessionError
+from rayloader.errors import RayloaderError
 from rayloader.interrupts import Waker
 from rayloader.protocol import NONE_YET, Down, Setup, WorkerAddress
 from rayloader.resume.journal import Resumed
@@ -246,15 +246,6 @@ class Processes(ABC):
 
     def check(self) -> None:  # noqa: B027
         """Raises RaySessionError unless the processes, which were not released, can be used."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether `check` raises nothing."""
-        try:
-            self.check()
-        except RaySessionError:
-            return False
-        return True
 
     @abstractmethod
     def lend(self, count: int, *, fresh: bool = True) -> list[Any]:

@@ -145,7 +145,11 @@ class Fleet:
     @property
     def usable(self) -> bool:
         """Whether the processes are still this fleet's and can be called."""
-        return not self._released and self.processes.usable
+        try:
+            self.processes.check()
+        except RaySessionError:
+            return False
+        return not self._released
 
     def check_session(self) -> None:
         """Raises RaySessionError unless the fleet is usable."""
