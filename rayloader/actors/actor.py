@@ -118,6 +118,7 @@ class Actor(Process):
     """One actor process; methods that take or return a `Ref` return at once."""
 
     kind = "Ray actor"
+    tells_start = True
     handle: Any
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
@@ -133,11 +134,6 @@ class Actor(Process):
     no_line: str = ""  # why no line can reach it
     ends: bool = False  # as soon as it has stopped; nobody can have it any more
     hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
-
-    @property
-    @override
-    def tells_start(self) -> bool:
-        return True
 
     @property
     def stops(self) -> bool:

@@ -83,9 +83,7 @@ class Lifetimes:
         """Lends up to `count` idle actors, which may not be alive any more: see `proved`."""
         with self._lock:
             idle = [a for a in self.actors if a.state is ActorState.IDLE and a.key == key and not a.ends]
-            # First those that run and are free, and of these those with CPUs of their own, which may have come when
-            # others of a fleet were at work already.
-            idle.sort(key=lambda a: (a.address is None, a.was_busy and a.stops, -(a.options.get("num_cpus") or 0)))
+            idle.sort(key=lambda a: (a.address is None, a.was_busy and a.stops))  # first those that run and are free
             for actor in idle[:count]:
                 actor.lease = lease.ref
                 actor.state = ActorState.LENT
@@ -186,7 +184,7 @@ class Lifetimes:
                 return
             actor.state = ActorState.GONE
             self.actors.remove(actor)
-        actor.let_go()
+        actor.lane.close()
         if self._alive():
             with contextlib.suppress(RayError, ValueError):  # it may be gone already
                 ray.kill(actor.handle)

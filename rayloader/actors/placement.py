@@ -102,28 +102,31 @@ class Placement:
         status, now = self._cluster.look(), time.monotonic()
         if status is not None and status.coming:
             self._nodes_came_at = now
-        lacking = self.lacking(pending)
-        things_happen = lacking == 0 or now - self._nodes_came_at <= START_TIMEOUT_S
+        things_happen = self.lacking(pending) == 0 or now - self._nodes_came_at <= START_TIMEOUT_S
         limit = LONG_START_TIMEOUT_S if things_happen else START_TIMEOUT_S
         if text := os.environ.get(START_TIMEOUT_VARIABLE):
             limit = _seconds(text)
         if waited >= limit and (self._is_current(pending) or waited >= limit + ANSWER_PATIENCE_S):
-            raise self._error(pending, of, len(pending) if lacking is None else lacking, limit)
+            raise WorkerStartError(
+                f"{len(pending)} of {of} DataLoader workers did not start within {limit:g} s. {self._known(pending)}. "
+                "Remedies: lower num_workers, end what holds these resources, ask for others in ray_remote_args "
+                f"(num_cpus=0 shares CPUs), or raise the environment variable {START_TIMEOUT_VARIABLE} (seconds) if "
+                "nodes or processes are still starting"
+            )
 
     def tell(self, pending: Sequence[Actor], of: int) -> None:
         """Logs what the program waits for: these actors, of so many."""
-        lacking, said = self.lacking(pending), []
+        logger.warning("rayloader: waiting for %d of %d worker processes. %s", len(pending), of, self._known(pending))
+
+    def _known(self, pending: Sequence[Actor]) -> str:
+        """What is known of these actors, which have not started, in sentences."""
+        lacking, known = self.lacking(pending), []
         if lacking != 0:
-            why = in_words(self._cluster.status, pending[0].options)
-            known = (
-                "not said yet whether there is room"
-                if lacking is None
-                else f"found no room for {lacking} of them so far"
-            )
-            said.append(f"Ray has {known}: {why}")
+            said = "not said yet whether there is room" if lacking is None else f"found no room for {lacking} of them"
+            known.append(f"Ray has {said}: {in_words(self._cluster.status, pending[0].options)}")
         if lacking is not None and (starting := len(pending) - lacking):
-            said.append(f"{starting} of them have their place: Ray is starting these processes, and they import torch")
-        logger.warning("rayloader: waiting for %d of %d worker processes. %s", len(pending), of, ". ".join(said))
+            known.append(f"{starting} of them have their place: Ray is starting these processes, and they import torch")
+        return ". ".join(known)
 
     def _is_current(self, pending: Sequence[Actor]) -> bool:
         """Whether the last answer tells of the places of these actors."""
@@ -140,22 +143,6 @@ class Placement:
         told = sum(count for one, count in status.waiting if want.is_reported_as(one.amounts))
         unknown = [actor for actor in pending if actor.had_room is None]
         return min(len(unknown), told) + sum(actor.had_room is False for actor in pending)
-
-    def _error(self, pending: Sequence[Actor], of: int, lacking: int, limit: float) -> WorkerStartError:
-        """The error for actors that have found no place, or do not start there."""
-        variable = f"raise the environment variable {START_TIMEOUT_VARIABLE} (seconds)"
-        if not lacking:
-            return WorkerStartError(
-                f"{len(pending)} of {of} DataLoader workers have a place in the Ray cluster, but their processes did "
-                f"not start within {limit:g} s: the machine is overloaded, or a process hangs, and Ray's log says "
-                f"where. Remedies: lower num_workers; {variable}"
-            )
-        return WorkerStartError(
-            f"{lacking} of {of} DataLoader workers found no place in the Ray cluster within {limit:g} s: "
-            f"{in_words(self._cluster.status, pending[0].options)}. Remedies: lower num_workers, end what holds these "
-            "resources, or ask for others in ray_remote_args, where num_cpus=0 shares CPUs; if nodes are still "
-            f"starting, {variable}"
-        )
 
     def in_the_way(self, idle: Sequence[Actor], pending: Sequence[Actor]) -> list[Actor]:
         """Which of some idle actors must end, and tells the log why; none if Ray has said nothing new.

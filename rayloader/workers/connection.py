@@ -54,9 +54,11 @@ class Process:
 
     Attributes:
         kind: what it is, for users.
+        tells_start: whether a wait can end because it has started; see `Processes.watch_start`.
     """
 
     kind: ClassVar[str]
+    tells_start: ClassVar[bool] = False
     created_at: float = field(default_factory=time.monotonic)
     address: WorkerAddress | None = None
     started_at: float | None = None  # time.monotonic() when it was seen to run; of a fork, asked for
@@ -64,11 +66,6 @@ class Process:
     worker_id: int = -1  # which worker of its fleet it is
     calls: int = 0  # made over a channel
     lost: bool = False  # given up by the fleet that had it
-
-    @property
-    def tells_start(self) -> bool:
-        """Whether a wait can end because it has started; see `Processes.watch_start`."""
-        return False
 
     def has_started(self) -> bool:
         """Whether it runs by now; if so, notes where.
@@ -81,10 +78,6 @@ class Process:
     def cause(self, error: Exception | None) -> str:
         """Why it has ended, in words; `error`: what its channel knows of that."""
         raise NotImplementedError
-
-    def let_go(self) -> None:
-        """The process is gone, or soon will be: gives up what it shares with this one."""
-        self.lane.close()
 
 
 class ProcessLost(Exception):

@@ -197,7 +197,7 @@ class Forks(Processes):
 
     @override
     def give_back(self, process: Fork) -> None:
-        process.let_go()  # it ends with its line
+        process.lane.close()  # the process ends with its line
         if process in self._forks:
             self._forks.remove(process)
 
@@ -206,7 +206,7 @@ class Forks(Processes):
         for zygote in (*self._silent, self.zygote):
             zygote.close()
         for fork in self._forks:
-            fork.let_go()
+            fork.lane.close()
         self._forks.clear()
         janitor.later(_nothing)  # it waits for the zygote
 
