@@ -87,7 +87,11 @@ class Want:
         )
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {amount:g}" for name, amount in sorted(self.amounts.items()))
+        words = [f"{name} {_number(name, amount)}" for name, amount in sorted(self.amounts.items())]
+        for alternative in self.labels:
+            words += [f"{key} {'of' if wanted else 'not of'} {', '.join(sorted(v))}" for key, v, wanted in alternative]
+        words += [] if self.node_id is None else [f"node {self.node_id}"]
+        return ", ".join(words) or "no resources"
 
 
 def wanted(options: Mapping[str, Any]) -> Want:
@@ -226,62 +230,28 @@ def _coming(state: Any, report: Mapping[str, Any]) -> int:
 
 def in_words(status: ClusterStatus | None, options: Mapping[str, Any]) -> str:
     """What each actor with these options asks for, and what keeps it from each node."""
-    asked = f"each asks for {_asked(options)}"
+    want = wanted(options)
+    asked = f"each asks for {want}"
     if status is None:
         return f"{asked}; Ray's GCS does not answer: ray.shutdown() lets iter() start or join another Ray"
     lacking: defaultdict[str, list[str]] = defaultdict(list)
     for node in status.nodes:
-        lacking[_shortage(node, wanted(options), options.get("scheduling_strategy"))].append(f"node {node.ip}")
-    said = [
-        f"{nodes[0] if len(nodes) == 1 else f'each of {len(nodes)} nodes'} {text}" for text, nodes in lacking.items()
-    ]
+        lacking[_shortage(node, want)].append(f"node {node.ip}")
+    said = [f"{ips[0] if len(ips) == 1 else f'each of {len(ips)} nodes'} {text}" for text, ips in lacking.items()]
     coming = [f"an autoscaler is starting {status.coming} more"] if status.coming else []
     return f"{asked}; {', '.join([*(said or ['Ray has no live node']), *coming])}"
 
 
-def _plain(name: str) -> str:
-    """A resource's name without that of a placement group."""
-    return name.partition("_group_")[0]
-
-
-def _shortage(node: Node, want: Want, strategy: Any) -> str:
+def _shortage(node: Node, want: Want) -> str:
     if not want.may_be_on(node):
         return "is another" if want.node_id is not None else "has other labels"
     if never := want.lacks(node.total):
-        return "has " + " and ".join(f"{_amount(name, node.total.get(name, 0.0))} in all" for name in never)
+        return "has " + " and ".join(f"{name} {_number(name, node.total.get(name, 0.0))} in all" for name in never)
     if busy := want.lacks(node.free):
-        return "has " + " and ".join(
-            f"{_amount(name, node.free.get(name, 0.0))} free of {_number(name, node.total[name])}" for name in busy
-        )
-    return "has room, if the scheduling_strategy allows it" if strategy not in (None, "DEFAULT") else "has room now"
-
-
-def _amount(name: str, amount: float) -> str:
-    return f"{_plain(name)} {_number(name, amount)}{' in the placement group' if _plain(name) != name else ''}"
+        free = {name: _number(name, node.free.get(name, 0.0)) for name in busy}
+        return "has " + " and ".join(f"{name} {free[name]} free of {_number(name, node.total[name])}" for name in busy)
+    return "has room, if the scheduling_strategy allows it"
 
 
 def _number(name: str, amount: float) -> str:
-    return f"{amount / _GIB:.3g} GiB" if _plain(name) == "memory" else f"{amount:g}"
-
-
-def _asked(options: Mapping[str, Any]) -> str:
-    """What an actor with these options asks for."""
-    amounts = wanted({**options, "scheduling_strategy": None, "accelerator_type": None}).amounts
-    words = [_amount(name, amount) for name, amount in amounts.items()]
-    words += [f"{name} {options[name]}" for name in ("accelerator_type", "label_selector") if options.get(name)]
-    strategy = options.get("scheduling_strategy")
-    if strategy not in (None, "DEFAULT"):
-        words.append(f"scheduling_strategy {_strategy_in_words(strategy)}")
-    return ", ".join(words) or "no resources"
-
-
-def _strategy_in_words(strategy: Any) -> str:
-    """A strategy by what it names: Ray's own texts of them are addresses in memory."""
-    if isinstance(strategy, str):
-        return strategy
-    if (group := getattr(strategy, "placement_group", None)) is not None:
-        index = strategy.placement_group_bundle_index
-        return f"placement group {group.id.hex()}" + (f", bundle {index}" if index >= 0 else "")
-    if hasattr(strategy, "node_id"):
-        return f"node {strategy.node_id}"
-    return type(strategy).__name__
+    return f"{amount / _GIB:.3g} GiB" if name.partition("_group_")[0] == "memory" else f"{amount:g}"

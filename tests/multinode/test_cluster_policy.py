@@ -118,8 +118,8 @@ def test_workers_within_a_placement_group(short_limit, nodes):
             WorkerStartError, match=r"^1 of 1 DataLoader workers did not start .* no room for 1 of them"
         ) as caught:
             list(load(1, ray_remote_args=within))
-        assert f"scheduling_strategy placement group {group.id.hex()}; " in str(caught.value)
-        assert "has CPU 0 in the placement group free of 2" in str(caught.value)
+        assert f"each asks for CPU_group_{group.id.hex()} 1; " in str(caught.value)
+        assert f"has CPU_group_{group.id.hex()} 0 free of 2" in str(caught.value)
         del loader
     finally:
         gc.collect()
@@ -139,7 +139,7 @@ def test_workers_within_a_placement_group(short_limit, nodes):
         ({"label_selector": {"place": "moon"}}, ["moon", "each of 2 nodes has other labels"]),
         pytest.param({"resources": {"nowhere": 1}}, ["each of 2 nodes has nowhere 0 in all"], marks=pytest.mark.full),
         pytest.param(
-            {"accelerator_type": "A100"}, ["accelerator_type A100; each of 2 nodes has"], marks=pytest.mark.full
+            {"accelerator_type": "A100"}, ["accelerator_type:A100 0.001; each of 2 nodes has"], marks=pytest.mark.full
         ),
         pytest.param({"memory": 1 << 45}, ["memory 3.28e+04 GiB; "], marks=pytest.mark.full),
     ],
