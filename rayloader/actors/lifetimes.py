@@ -8,7 +8,7 @@ An actor is LENT from its creation on, to the lease of one fleet, whether it has
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
 holder at any line. IDLE ones were told to stop, and are warm: what user code has left in their process is still there.
 They may be lent to any loader with the same options, though they have not answered `stop` yet, and end `GRACE_S` after
-they came back, or at once when something else in the cluster waits for what they hold (demand.py). Actors that
+they came back, or at once when something else in the cluster waits for what they hold (placement.py). Actors that
 `rayloader.init` has created in advance are IDLE without a deadline until they are lent.
 
 NOTE [Slow is not dead]
