@@ -96,10 +96,6 @@ class Actors(Processes):
         self._pool.kill(process)
 
     @override
-    def give_back(self, process: Actor) -> None:
-        self._pool.give_back(process)
-
-    @override
     def release(self, *, busy: bool, reuse: bool) -> None:
         lease, self._lease = self._lease, None
         self.replica = None  # the iterator may live on

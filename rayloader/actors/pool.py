@@ -137,10 +137,6 @@ class Pool:
         """
         janitor.do(functools.partial(self._lifetimes.end, lease, busy=busy, reuse=reuse))
 
-    def give_back(self, actor: Actor) -> None:
-        """Takes back an actor that may be busy, soon."""
-        self.later(functools.partial(self._lifetimes.give_back, actor, busy=True))
-
     def kill(self, actor: Actor) -> None:
         """Ends an actor soon."""
         self.later(functools.partial(self._lifetimes.kill, actor))

@@ -249,10 +249,6 @@ class Processes(ABC):
         """Ends a process soon."""
 
     @abstractmethod
-    def give_back(self, process: Any) -> None:
-        """Takes back a process that may be busy, soon."""
-
-    @abstractmethod
     def release(self, *, busy: bool, reuse: bool) -> None:
         """Takes all of them back. Callable more than once; not for finalizers.
 

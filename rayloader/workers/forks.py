@@ -193,13 +193,8 @@ class Forks(Processes):
     def kill(self, process: Fork) -> None:
         if process in self._forks:
             process.zygote.kill(process.number)
-        self.give_back(process)
-
-    @override
-    def give_back(self, process: Fork) -> None:
-        process.lane.close()  # the process ends with its line
-        if process in self._forks:
             self._forks.remove(process)
+        process.lane.close()
 
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
