@@ -95,7 +95,7 @@ class Want:
 
 
 def wanted(options: Mapping[str, Any]) -> Want:
-    """What an actor with these options asks for."""
+    """What an actor with these options asks for; Ray itself refuses a selector that is none."""
     needs = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     needs |= options.get("resources") or {}
     if options.get("accelerator_type"):
@@ -106,7 +106,8 @@ def wanted(options: Mapping[str, Any]) -> Want:
         index = strategy.placement_group_bundle_index
         ends = ["", *([f"{index}_"] if index >= 0 else [])]
         amounts = {f"{name}_group_{end}{group.id.hex()}": amount for name, amount in amounts.items() for end in ends}
-    labels = [_label(key, text) for key, text in (options.get("label_selector") or {}).items()]
+    selector = options.get("label_selector")
+    labels = [_label(key, text or "") for key, text in selector.items()] if isinstance(selector, dict) else []
     node_id = None if getattr(strategy, "soft", False) else getattr(strategy, "node_id", None)
     return Want(amounts, [labels] if labels else (), node_id)
 

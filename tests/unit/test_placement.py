@@ -92,6 +92,8 @@ def test_each_asks_for_what_it_is_told_and_otherwise_for_a_cpu(place, total, rem
         ({"num_cpus": 0}, 0, 0),
         ({"num_cpus": 0, "resources": {"disk": 2}}, 0, 1),
         ({"num_cpus": 1, "label_selector": {"place": "away"}}, 0, 0),
+        ({"num_cpus": 1, "label_selector": {"place": None}}, 0, 0),
+        ({"num_cpus": 1, "label_selector": "what Ray refuses"}, 0, 2),
     ],
 )
 def test_as_many_as_have_room_here_are_here_and_no_other_names_a_node(place, options, starting, near):
