@@ -58,7 +58,6 @@ class Setup:
     """What one worker is told before its first task; the same for all except for `worker_id`."""
 
     worker_id: int
-    name: str  # of the loader
     num_workers: int
     base_seed: int
     seed_batches: bool  # seed before each batch, by its number

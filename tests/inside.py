@@ -166,5 +166,4 @@ def image_files():
     """Names of the memory files of the images that loaders keep."""
     if (hosts := sys.modules.get("rayloader.epoch.hosts")) is None:
         return set()
-    images = [kept.image for kept in hosts.loaders if kept.image]
-    return {image.address.name for image in images}
+    return {image.address.name for image in list(hosts.images.values()) if image is not None}

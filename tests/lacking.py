@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import operator
 from typing import Any
 
 
@@ -30,19 +27,5 @@ class Changed:
 
 
 def ray_without(ray: Any, name: str) -> Any:
-    """Ray without one of the names of `rayloader.actors._compat_ray.COSTS`."""
-    attribute, _, argument = name.rstrip(")").partition("(")
-    return Changed(ray, attribute, *([_less(operator.attrgetter(attribute)(ray), argument)] if argument else []))
-
-
-def _less(function: Any, argument: str) -> Any:
-    """A function that shows one argument less."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        return function(*args, **options)
-
-    signature = inspect.signature(function)
-    shown = [parameter for parameter in signature.parameters.values() if parameter.name != argument]
-    call.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    return call
+    """Ray without one of the names of `rayloader.actors._compat_ray`."""
+    return Changed(ray, name)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import inspect
 import json
 import logging
 import operator
 import re
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,50 +24,32 @@ RAY_START_LOGGERS = "ray._private.worker", "ray._private.authentication.authenti
 
 logger = logging.getLogger("rayloader")
 
-_ASKED_OFTEN = "each batch asks Ray's public functions which cluster this is, which takes longer"
-_NOT_SEEN = (
-    "workers count as without a place in the cluster until they run, and nodes that an autoscaler starts are not seen: "
-    "if that takes longer than a minute, raise RAYLOADER_START_TIMEOUT (seconds)"
-)
 _OF_TRAIN = "train.torch.train_loop_utils._WrappedDataLoader"
-# What it costs that a version of Ray lacks a name; "" if nothing, because the versions without it do not need it. Names
-# are paths from the module: of an attribute, or of an argument of a function, in parentheses. To which loggers Ray's
-# modules write is looked up by their own names.
-COSTS = {
-    "ObjectRef._on_completed": "answers of Ray are awaited as futures, which takes a little longer",
-    "_private.worker.global_worker.listener_thread": "",  # there is none before the first connection
-    "_private.worker.global_worker.connected": _ASKED_OFTEN,
-    "_private.worker.global_worker.node": _ASKED_OFTEN,
-    "_private.node.Node.session_name": "Ray's public function tells the session's name, at no cost that counts",
-    "_private.worker.global_worker.gcs_client": "",  # there is none before the first connection
-    "_raylet.InnerGcsClient.get_cluster_status": _NOT_SEEN,
-    "_raylet.InnerGcsClient.internal_kv_get": _NOT_SEEN,
-    "core.generated.autoscaler_pb2.GetClusterStatusReply": _NOT_SEEN,
-    "_private.ray_constants.DEBUG_AUTOSCALING_STATUS": "nodes that an autoscaler of version 1 starts are not seen",
-    "_private.worker.print_to_stdstream": "Ray prints a line for each worker process that dies",
-    "_private.worker._changeproctitle": "`ps` and `top` do not show which loader a worker process works for",
-    "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)": (
-        "workers wait for room on this node, and do not run on others meanwhile"
-    ),
-    _OF_TRAIN: "the state of a loader that Ray Train has prepared counts the batch that this draws ahead",
-}
+# Names are paths from the module. To which loggers Ray's modules write is looked up by their own names.
+NAMES = (
+    "_private.worker.global_worker.connected",
+    "_private.worker.global_worker.node",
+    "_raylet.InnerGcsClient.get_cluster_status",
+    "_raylet.InnerGcsClient.internal_kv_get",
+    "core.generated.autoscaler_pb2.GetClusterStatusReply",
+    "_private.ray_constants.DEBUG_AUTOSCALING_STATUS",
+)
+# Those of which nothing is said at the start: before the first connection there are none, or it costs nothing that they
+# are missing; and Ray imports Train when that is looked up.
+OTHERS = (
+    "_private.worker.global_worker.listener_thread",
+    "_private.worker.global_worker.gcs_client",
+    "_private.node.Node.session_name",
+    _OF_TRAIN,
+)
 
 
 def _found(ray: ModuleType, name: str, otherwise: Any = None) -> Any:
-    """What has this name of `COSTS`, or the last argument if this version of Ray lacks it."""
-    find, argument = _parsed(name)
+    """What has this name, or the last argument if this version of Ray lacks it."""
     try:
-        found = find(ray)
+        return operator.attrgetter(name)(ray)
     except AttributeError:
         return otherwise
-    return otherwise if argument and argument not in inspect.signature(found).parameters else found
-
-
-@functools.cache
-def _parsed(name: str) -> tuple[Callable[[Any], Any], str]:
-    """A function that finds what has this name, and the argument that it must have."""
-    attribute, _, argument = name.rstrip(")").partition("(")
-    return operator.attrgetter(attribute), argument
 
 
 def _member(owner: object, name: str) -> Any:
@@ -79,38 +58,17 @@ def _member(owner: object, name: str) -> Any:
 
 
 @functools.cache  # says it once
-def tell_lacks(ray: ModuleType) -> None:
-    """Logs which of these names this version of Ray lacks, and what that costs."""
+def tell_lacks(ray: ModuleType, names: tuple[str, ...] = NAMES) -> None:
+    """Logs which of these names this version of Ray lacks."""
     lacks = object()
-    for name in COSTS:
-        if name != _OF_TRAIN and _found(ray, name, lacks) is lacks:  # Ray imports Train when that is looked up
-            _tell(name)
-
-
-@functools.cache  # likewise
-def _tell(name: str) -> None:
-    if COSTS[name]:
+    if lacking := [name for name in names if _found(ray, name, lacks) is lacks]:
         logger.warning(
-            "rayloader: Ray %s lacks the private name %s, so %s. Tested were Ray %s",
+            "rayloader: Ray %s lacks private names that public ones replace, which are slower or tell less: %s. Tested "
+            "were Ray %s",
             importlib.metadata.version("ray"),
-            name,
-            COSTS[name],
+            ", ".join(lacking),
             TESTED["ray"],
         )
-
-
-def on_completed(ref: Any, callback: Callable[[Any], None]) -> None:
-    """Makes one of Ray's threads call this with the answer of a call, or with Ray's error."""
-    tell = _member(ref, "ObjectRef._on_completed")
-    if tell is not None:
-        tell(callback)
-    else:
-        ref.future().add_done_callback(lambda future: callback(_answer(future)))
-
-
-def _answer(future: Future[Any]) -> Any:
-    error = future.exception()
-    return future.result() if error is None else error
 
 
 class _Connection:
@@ -134,13 +92,8 @@ def has_lost_threads(ray: ModuleType) -> bool:
     return not any(name.read_text().startswith("grpc") for name in Path("/proc/self/task").glob("*/comm"))
 
 
-def connection_of(ray: ModuleType | None) -> Any:
-    """An object that represents this process's connection to a cluster, and ends with it; None if there is none.
-
-    There is none either while Ray is not imported, or only in part.
-    """
-    if ray is None or not hasattr(ray, "is_initialized"):
-        return None
+def connection_of(ray: ModuleType) -> Any:
+    """An object that represents this process's connection to a cluster, and ends with it; None if there is none."""
     is_connected = _found(ray, "_private.worker.global_worker.connected")
     node = _found(ray, "_private.worker.global_worker.node") if is_connected else None
     if node is not None or is_connected is False:
@@ -168,36 +121,8 @@ def said_of_end(text: str) -> str:
     return "" if re.search(r"exits with a connection error code \d+\. End of file\.?$", said) else said
 
 
-_DEATH = re.compile(r"A worker died or was killed while.*? Node ID: (\w+) .*? Worker PID: (\d+) ", re.DOTALL)
-
-
-def leave_out_deaths(ray: ModuleType, of: Callable[[tuple[str, int]], bool]) -> None:
-    """Keeps Ray from printing in this process that certain processes have died: `of` is asked with node and pid."""
-    name = "_private.worker.print_to_stdstream"
-    print_all = _found(ray, name)
-    if print_all is None:
-        return
-
-    @functools.wraps(print_all)
-    def print_others(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        deaths = [_DEATH.match(line) for line in data["lines"]] if data["pid"] == "raylet" else [None]
-        if not all(found is not None and of((found[1], int(found[2]))) for found in deaths):
-            print_all(data, *args, **options)
-
-    owner, _, attribute = name.rpartition(".")
-    setattr(operator.attrgetter(owner)(ray), attribute, print_others)
-
-
-def set_process_title(ray: ModuleType, title: str) -> None:
-    """Sets what `ps` and `top` show of this process; Ray sets it again when a call of an actor begins or ends."""
-    change = _found(ray, "_private.worker._changeproctitle")
-    if change is not None:
-        with change(title, title):  # the function it calls has moved between versions
-            pass
-
-
-def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]] | None:
-    """What Ray's GCS knows of the cluster, and the autoscaler of either version of itself; None if it cannot be asked.
+def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]]:
+    """What Ray's GCS knows of the cluster, and the autoscaler of either version of itself.
 
     Args:
         ray: the module.
@@ -209,16 +134,13 @@ def cluster_status(ray: ModuleType, timeout: float) -> tuple[Any, dict[str, Any]
 
     Raises:
         RpcError: the GCS has not answered.
+        TypeError: it cannot be asked.
     """
     client = _found(ray, "_private.worker.global_worker.gcs_client")
-    reply_of = _found(ray, "core.generated.autoscaler_pb2.GetClusterStatusReply")
-    ask = _member(client, "_raylet.InnerGcsClient.get_cluster_status")
-    look_up = _member(client, "_raylet.InnerGcsClient.internal_kv_get")
-    if reply_of is None or ask is None or look_up is None:
-        return None
-    reply = reply_of()
-    reply.ParseFromString(ask(timeout_s=timeout))
+    reply = _found(ray, "core.generated.autoscaler_pb2.GetClusterStatusReply")()
+    reply.ParseFromString(_member(client, "_raylet.InnerGcsClient.get_cluster_status")(timeout_s=timeout))
     key = _found(ray, "_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
+    look_up = _member(client, "_raylet.InnerGcsClient.internal_kv_get")
     report = None if key is None else look_up(key.encode(), None, timeout=timeout)
     return reply, json.loads(report) if report else {}
 
@@ -228,10 +150,11 @@ def node_first(ray: ModuleType, node_id: str) -> Any:
 
     Ray's public argument, `soft`, makes an actor wait for the node as long as it could ever have room.
     """
-    affinity = _found(ray, "util.scheduling_strategies.NodeAffinitySchedulingStrategy(_spill_on_unavailable)")
-    if affinity is None:
-        return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
-    return affinity(node_id, soft=True, _spill_on_unavailable=True)
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    try:
+        return affinity(node_id, soft=True, _spill_on_unavailable=True)
+    except TypeError:  # this version of Ray has no such argument
+        return affinity(node_id, soft=True)
 
 
 def wrapped_loader_classes() -> tuple[type, ...]:
@@ -241,5 +164,5 @@ def wrapped_loader_classes() -> tuple[type, ...]:
         return ()
     wrapped = _member(module, _OF_TRAIN)
     if wrapped is None:
-        _tell(_OF_TRAIN)
+        tell_lacks(sys.modules["ray"], (_OF_TRAIN,))
     return () if wrapped is None else (wrapped,)

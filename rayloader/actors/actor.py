@@ -7,11 +7,11 @@ unchanged; and only `wait_for` waits at all.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,14 +20,24 @@ from ray.exceptions import RayError
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import on_completed, said_of_end
+from rayloader.actors._compat_ray import said_of_end
+from rayloader.actors.cluster import wanted
 from rayloader.actors.image import Image
-from rayloader.actors.room import demand
 from rayloader.interrupts import Bell
-from rayloader.protocol import NONE_YET, WorkerAddress
+from rayloader.protocol import NONE_YET
 from rayloader.workers.connection import Channel, Mailbox, NeverStarts, Process, Started
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
+
+
+def on_completed(ref: Ref, callback: Callable[[Any], None]) -> None:
+    """Makes one of Ray's threads call this with the answer of a call, or with Ray's error."""
+
+    def tell(future: Future[Any]) -> None:
+        error = future.exception()
+        callback(future.result() if error is None else error)
+
+    ref.future().add_done_callback(tell)
 
 
 class RayAnswer(Started):
@@ -36,11 +46,16 @@ class RayAnswer(Started):
     Attributes:
         ref: of the call.
         value: the answer, or an error of Ray's; NONE_YET before.
+
+    Args:
+        ref: of the call.
+        bell: rung when it comes.
     """
 
-    def __init__(self, ref: Any) -> None:
+    def __init__(self, ref: Any, bell: Bell | None = None) -> None:
         self.ref = ref
         self.value: Any = NONE_YET
+        self._bell = bell
         on_completed(ref, self._note)
 
     @property
@@ -50,27 +65,22 @@ class RayAnswer(Started):
 
     def _note(self, value: Any) -> None:  # in one of Ray's threads
         self.value = value
+        if self._bell is not None:
+            self._bell.ring()
 
 
-def wait_for(refs: Sequence[Any], count: int, timeout: float) -> list[Any]:
-    """Waits until `count` of these calls are answered, for `timeout` seconds at most.
+def wait_for(refs: Sequence[Any], timeout: float) -> list[Any]:
+    """Waits until these calls are answered, for `timeout` seconds at most.
 
     Returns:
         The answer to each of them: an error of Ray's if there will be none, NONE_YET if there is none so far.
     """
     bell = Bell()
-    answers = [NONE_YET] * len(refs)
-
-    def note(index: int, answer: Any) -> None:  # in one of Ray's threads
-        answers[index] = answer
-        bell.ring()
-
-    for index, ref in enumerate(refs):
-        on_completed(ref, functools.partial(note, index))
+    answers = [RayAnswer(ref, bell) for ref in refs]
     until = time.monotonic() + timeout
-    while sum(answer is not NONE_YET for answer in answers) < count and (left := until - time.monotonic()) > 0:
+    while NONE_YET in [answer.value for answer in answers] and (left := until - time.monotonic()) > 0:
         bell.wait(left)
-    return list(answers)
+    return [answer.value for answer in answers]
 
 
 def watch(mailbox: Mailbox, ref: Any, channel: Channel | None = None) -> None:
@@ -95,20 +105,6 @@ class Lease:
         self.ref = weakref.ref(self, ended)
 
 
-# Node and pid of every process that has served as an actor here: Ray may tell of its end when the actor is forgotten.
-processes: set[tuple[str, int]] = set()
-
-
-class Hello(RayAnswer):
-    """The answer to `WorkerProcess.hello`."""
-
-    @override
-    def _note(self, value: Any) -> None:
-        if isinstance(value, WorkerAddress):
-            processes.add((value.node_id, value.pid))
-        super()._note(value)
-
-
 class ActorState(Enum):
     """Whom an actor works for; see lifetimes.py."""
 
@@ -122,10 +118,11 @@ class Actor(Process):
     """One actor process; methods that take or return a `Ref` return at once."""
 
     kind = "Ray actor"
+    tells_start = True
     handle: Any
     key: bytes  # of the user's options
     options: dict[str, Any]  # that it was made with
-    hello: Hello  # its address, once it runs
+    hello: RayAnswer  # its address, once it runs
     # Whether the node that it must be on had room for it when it was created; None if Ray tells who has no place.
     had_room: bool | None
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it
@@ -139,11 +136,6 @@ class Actor(Process):
     hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
 
     @property
-    @override
-    def tells_start(self) -> bool:
-        return True
-
-    @property
     def stops(self) -> bool:
         """Whether it was told to stop, and has not answered."""
         return self.stopped is not None and self.stopped.value is NONE_YET
@@ -154,9 +146,9 @@ class Actor(Process):
         return "" if self.address is None else self.address.node_id
 
     @property
-    def holds(self) -> dict[str, float]:
+    def holds(self) -> Mapping[str, float]:
         """What it takes from others as long as it runs, idle or not, by Ray's names; nothing before."""
-        return {} if self.address is None else demand(self.options)
+        return {} if self.address is None else wanted(self.options).amounts
 
     @property
     def is_near(self) -> bool:

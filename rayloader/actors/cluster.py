@@ -1,4 +1,4 @@
-"""What Ray says of the cluster: its nodes, the demand that finds no room there, and the nodes that are on their way.
+"""What Ray says of the cluster: its nodes, what finds no room there, the nodes that are on their way; and in words.
 
 Promise: nobody waits for Ray's GCS, which may be away for a minute, except where processes are about to be created,
 which need it anyway. It is asked in a thread of its own, for a limited time, and at most once in `INTERVAL_S`.
@@ -7,10 +7,9 @@ which need it anyway. It is asked in a thread of its own, for a limited time, an
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,6 @@ import ray
 
 from rayloader.actors import session
 from rayloader.actors._compat_ray import cluster_status
-from rayloader.workers.janitor import Janitor
 
 # How long an answer is good for, in seconds.
 INTERVAL_S = 1.0
@@ -30,6 +28,8 @@ REPORT_LIMIT_S = 60.0
 _WATCHED = "node_"
 _DEAD = 2  # `NodeStatus` in Ray's autoscaler.proto
 _IN = 1  # `LabelSelectorOperator` in Ray's common.proto
+_ROUNDING = 1e-4  # in which Ray counts
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,48 @@ class Want:
             for alternative in self.labels
         )
 
+    def lacks(self, has: Mapping[str, float]) -> list[str]:
+        """The resources of which less is there than wanted."""
+        return [name for name, amount in self.amounts.items() if has.get(name, 0.0) < amount - _ROUNDING]
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """So many times, all of this together waits for room: a task, an actor, or the bundles of a placement group."""
-
-    wants: tuple[Want, ...]
-    times: int = 1
+    def is_reported_as(self, amounts: Mapping[str, float]) -> bool:
+        """Whether Ray's account of a demand may be that of this."""
+        others = {name: amount for name, amount in amounts.items() if not name.startswith("bundle_group_")}
+        return others.keys() == self.amounts.keys() and all(
+            math.isclose(others[name], self.amounts[name], abs_tol=_ROUNDING) for name in others
+        )
 
     def __str__(self) -> str:
-        return " and ".join(
-            ", ".join(f"{name} {amount:g}" for name, amount in sorted(want.amounts.items())) for want in self.wants
-        )
+        words = [f"{name} {_number(name, amount)}" for name, amount in sorted(self.amounts.items())]
+        for alternative in self.labels:
+            words += [f"{key} {'of' if wanted else 'not of'} {', '.join(sorted(v))}" for key, v, wanted in alternative]
+        words += [] if self.node_id is None else [f"node {self.node_id}"]
+        return ", ".join(words) or "no resources"
+
+
+def wanted(options: Mapping[str, Any]) -> Want:
+    """What an actor with these options asks for; Ray itself refuses a selector that is none."""
+    needs = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
+    needs |= options.get("resources") or {}
+    if options.get("accelerator_type"):
+        needs[f"accelerator_type:{options['accelerator_type']}"] = 0.001
+    amounts = {name: float(amount) for name, amount in needs.items() if amount}
+    strategy: Any = options.get("scheduling_strategy")
+    if (group := getattr(strategy, "placement_group", None)) is not None:
+        index = strategy.placement_group_bundle_index
+        ends = ["", *([f"{index}_"] if index >= 0 else [])]
+        amounts = {f"{name}_group_{end}{group.id.hex()}": amount for name, amount in amounts.items() for end in ends}
+    selector = options.get("label_selector")
+    labels = [_label(key, text or "") for key, text in selector.items()] if isinstance(selector, dict) else []
+    node_id = None if getattr(strategy, "soft", False) else getattr(strategy, "node_id", None)
+    return Want(amounts, [labels] if labels else (), node_id)
+
+
+def _label(key: str, text: str) -> tuple[str, frozenset[str], bool]:
+    """A condition of Ray's `label_selector`, as `Want` has it."""
+    value = text.removeprefix("!")
+    values = value[3:-1].split(",") if value.startswith("in(") else [value]
+    return key, frozenset(one.strip() for one in values), value == text
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +125,16 @@ class ClusterStatus:
 
     Attributes:
         nodes: that live.
-        demand: what tasks and actors ask for that have no place: the resources of one of them, and of how many. Ray
-            leaves out those that have to be on a certain node. None: it is not known.
-        waiting: the same, with what their nodes' labels must be, and placement groups.
+        waiting: what tasks and actors ask for that have no place: one of them, and of how many. Ray leaves out those
+            that have to be on a certain node.
+        bundles: of placement groups that have no place.
         coming: how many nodes an autoscaler is starting.
         at: when Ray was asked, time.monotonic().
     """
 
     nodes: tuple[Node, ...]
-    demand: tuple[tuple[Mapping[str, float], int], ...] | None = None
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[tuple[Want, int], ...] = ()
+    bundles: tuple[Want, ...] = ()
     coming: int = 0
     at: float = field(default_factory=time.monotonic)
 
@@ -120,7 +150,7 @@ class Cluster:
         status: what was heard last; None if there was no answer.
     """
 
-    def __init__(self, alive: Callable[[], bool], heard: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, alive: Callable[[], bool], heard: Callable[[], object]) -> None:
         self._alive = alive
         self._heard = heard
         self._due = -math.inf  # time.monotonic(): when to ask next; infinite while somebody asks
@@ -130,9 +160,9 @@ class Cluster:
         """What was heard last. Lets the thread ask again if that is old; does not wait for it."""
         if time.monotonic() >= self._due:
             self._due = math.inf
-            asks.start()
-            asks.later(self.ask)
-            asks.later(self._heard)
+            session.asks.start()
+            session.asks.later(self.ask)
+            session.asks.later(self._heard)
         return self.status
 
     def ask(self) -> ClusterStatus | None:
@@ -148,18 +178,12 @@ class Cluster:
 
 def _read() -> ClusterStatus:
     now = time.monotonic()
-    known = cluster_status(ray, ASK_LIMIT_S)
-    if known is None:  # by Ray's public functions
-        living = [node for node in ray.nodes() if node["Alive"]]
-        nodes = [(n["NodeID"], n["NodeManagerAddress"], n["Resources"], n["Resources"], n["Labels"]) for n in living]
-        return ClusterStatus(tuple(Node(*node) for node in nodes), at=now)
-    reply, report = known
+    reply, report = cluster_status(ray, ASK_LIMIT_S)
     state = reply.cluster_resource_state
-    states = [node for node in state.node_states if node.status != _DEAD]
     return ClusterStatus(
-        tuple(_node(state) for state in states),
-        tuple((dict(one.request.resources_bundle), int(one.count)) for one in state.pending_resource_requests),
-        tuple(_waiting(state)),
+        tuple(_node(node) for node in state.node_states if node.status != _DEAD),
+        tuple((_want(one.request), int(one.count)) for one in state.pending_resource_requests),
+        tuple(_want(bundle) for group in state.pending_gang_resource_requests for bundle in group.requests),
         _coming(reply.autoscaling_state, report),
         now,
     )
@@ -169,20 +193,6 @@ def _node(state: Any) -> Node:
     """A node by Ray's `NodeState`."""
     total, free = dict(state.total_resources), dict(state.available_resources)
     return Node(state.node_id.hex(), state.node_ip_address, total, free, dict(state.labels))
-
-
-def _waiting(state: Any) -> Iterator[Waiting]:
-    for one in state.pending_resource_requests:
-        yield Waiting((_want(one.request),), int(one.count))
-    for group in state.pending_gang_resource_requests:
-        wants = [_want(request) for request in group.requests]
-        if any(place.HasField("affinity") for request in group.requests for place in request.placement_constraints):
-            together: Counter[str] = Counter()  # on one node
-            for want in wants:
-                together.update(want.amounts)
-            wants = [Want(dict(together))]
-        if wants:
-            yield Waiting(tuple(wants))
 
 
 def _want(request: Any) -> Want:
@@ -216,7 +226,33 @@ def _coming(state: Any, report: Mapping[str, Any]) -> int:
     return int(starting)
 
 
-# The thread that asks. Ray is not shut down meanwhile.
-asks = Janitor(name="rayloader-asks")
-asks.between_jobs = session.no_shutdown_while_asked
-os.register_at_fork(after_in_child=asks.forget)
+# ---- in words
+
+
+def in_words(status: ClusterStatus | None, options: Mapping[str, Any]) -> str:
+    """What each actor with these options asks for, and what keeps it from each node."""
+    want = wanted(options)
+    asked = f"each asks for {want}"
+    if status is None:
+        return f"{asked}; Ray's GCS does not answer: ray.shutdown() lets iter() start or join another Ray"
+    lacking: defaultdict[str, list[str]] = defaultdict(list)
+    for node in status.nodes:
+        lacking[_shortage(node, want)].append(f"node {node.ip}")
+    said = [f"{ips[0] if len(ips) == 1 else f'each of {len(ips)} nodes'} {text}" for text, ips in lacking.items()]
+    coming = [f"an autoscaler is starting {status.coming} more"] if status.coming else []
+    return f"{asked}; {', '.join([*(said or ['Ray has no live node']), *coming])}"
+
+
+def _shortage(node: Node, want: Want) -> str:
+    if not want.may_be_on(node):
+        return "is another" if want.node_id is not None else "has other labels"
+    if never := want.lacks(node.total):
+        return "has " + " and ".join(f"{name} {_number(name, node.total.get(name, 0.0))} in all" for name in never)
+    if busy := want.lacks(node.free):
+        free = {name: _number(name, node.free.get(name, 0.0)) for name in busy}
+        return "has " + " and ".join(f"{name} {free[name]} free of {_number(name, node.total[name])}" for name in busy)
+    return "has room, if the scheduling_strategy allows it"
+
+
+def _number(name: str, amount: float) -> str:
+    return f"{amount / _GIB:.3g} GiB" if name.partition("_group_")[0] == "memory" else f"{amount:g}"

@@ -24,7 +24,7 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -312,28 +312,33 @@ def module_folders() -> list[str]:
     return [os.path.join(cwd, entry) for entry in map(os.fspath, sys.path)]
 
 
+def encode(obj: Any, parts: Mapping[str, Any], whom: str) -> codec.Encoded:
+    """An object, to be written into an image.
+
+    Args:
+        obj: the object.
+        parts: of it, by the user's names: an error of pickling names the one that is at fault.
+        whom: it is sent to, in words.
+    """
+    try:
+        return codec.encode(obj, carry=carried(), replica=True, special=GENERATORS)
+    except Exception as error:  # the user's objects may raise anything
+        explained = (codec.explain(part, name) for name, part in parts.items())
+        if explanation := next(filter(None, explained), None):
+            add_note(error, f"It cannot be sent to {whom}: {explanation}")
+        raise
+
+
 def encode_replica(replica: Replica) -> codec.Encoded:
     """A replica, to be written into an image. What the workers are to get otherwise than as it is here is warned of."""
-    try:
-        encoded = codec.encode(replica, carry=carried(), replica=True, special=GENERATORS)
-    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
-        if (explanation := _explained(replica)) is not None:
-            add_note(error, f"It cannot be sent to the workers: {explanation}")
-        raise
+    names = "dataset", "collate_fn", "worker_init_fn", "collate_fn_map"
+    encoded = encode(replica, {name: getattr(replica, name) for name in names}, "the workers")
     if encoded.copied is not None:
         _warn_of_copy(*encoded.copied)
     copied = (buffer for number, buffer in enumerate(encoded.buffers) if number not in encoded.mapped)
     if (path := shared_file(map(address_of_buffer, copied))) is not None:
         _warn_of_shared_memory(path)
     return encoded
-
-
-def _explained(replica: Replica) -> str | None:
-    """Which part of a replica cannot be pickled, if it is found."""
-    for name in ("dataset", "collate_fn", "worker_init_fn", "collate_fn_map"):
-        if (explanation := codec.explain(getattr(replica, name), name)) is not None:
-            return explanation
-    return None
 
 
 def _warn_of_copy(function: str, generator: str) -> None:

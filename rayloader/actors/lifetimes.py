@@ -8,7 +8,7 @@ An actor is LENT from its creation on, to the lease of one fleet, whether it has
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
 holder at any line. IDLE ones were told to stop, and are warm: what user code has left in their process is still there.
 They may be lent to any loader with the same options, though they have not answered `stop` yet, and end `GRACE_S` after
-they came back, or at once when something else in the cluster waits for what they hold (demand.py). Actors that
+they came back, or at once when something else in the cluster waits for what they hold (placement.py). Actors that
 `rayloader.init` has created in advance are IDLE without a deadline until they are lent.
 
 NOTE [Slow is not dead]
@@ -35,8 +35,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rayloader.actors._compat_ray import on_completed
-from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, wait_for
+from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, on_completed, wait_for
 from rayloader.interrupts import new_lock
 from rayloader.protocol import NONE_YET
 from rayloader.workers.janitor import janitor
@@ -84,9 +83,7 @@ class Lifetimes:
         """Lends up to `count` idle actors, which may not be alive any more: see `proved`."""
         with self._lock:
             idle = [a for a in self.actors if a.state is ActorState.IDLE and a.key == key and not a.ends]
-            # First those that run and are free, and of these those with CPUs of their own, which may have come when
-            # others of a fleet were at work already.
-            idle.sort(key=lambda a: (a.address is None, a.was_busy and a.stops, -(a.options.get("num_cpus") or 0)))
+            idle.sort(key=lambda a: (a.address is None, a.was_busy and a.stops))  # first those that run and are free
             for actor in idle[:count]:
                 actor.lease = lease.ref
                 actor.state = ActorState.LENT
@@ -102,32 +99,28 @@ class Lifetimes:
         if not self._alive():
             return []
         alive = [actor for actor in actors if actor.stopped is None]  # no user code has run there: nothing to prove
-        calls = {
-            actor: (actor.stopped.ref, actor.handle.hello.remote()) for actor in actors if actor.stopped is not None
-        }
-        began = time.monotonic()
-        patience = {actor: UNWANTED_S if actor.was_busy else GIVE_UP_S for actor in calls}
-        until_notice = min([LATE_NOTICE_S, *patience.values()])
-        answers = wait_for([call for both in calls.values() for call in both], 2 * len(calls), until_notice)
-        answered = dict(zip(calls, zip(answers[::2], answers[1::2], strict=True), strict=True))
-        late = [actor for actor, both in answered.items() if any(answer is NONE_YET for answer in both)]
-        if late:
+        asked = [actor for actor in actors if actor.stopped is not None]
+        calls = [actor.handle.hello.remote() for actor in asked]  # which comes after `stop`
+        limits = [UNWANTED_S if actor.was_busy else GIVE_UP_S for actor in asked]
+        began, until_notice = time.monotonic(), min([LATE_NOTICE_S, *limits])
+        answers = wait_for(calls, until_notice)
+        if late := answers.count(NONE_YET):
             logger.warning(
                 "rayloader: waiting for %d warm worker processes, which have not answered for %g s: the machine is "
                 "busy, or they are still at batches that nobody wants",
-                len(late),
+                late,
                 until_notice,
             )
-        for actor, both in answered.items():
-            if actor in late:
-                one, other = both = tuple(wait_for(calls[actor], 2, began + patience[actor] - time.monotonic()))
-                if one is NONE_YET or other is NONE_YET:
-                    logger.warning(
-                        "rayloader: a warm worker process is ended, which has not answered for %g s; a new one takes "
-                        "its place",
-                        patience[actor],
-                    )
-            if any(answer is NONE_YET or isinstance(answer, RayError) for answer in both):
+        for actor, call, answer, limit in zip(asked, calls, answers, limits, strict=True):
+            if answer is NONE_YET:
+                (answer,) = wait_for([call], began + limit - time.monotonic())
+            if answer is NONE_YET:
+                logger.warning(
+                    "rayloader: a warm worker process is ended, which has not answered for %g s; a new one takes its "
+                    "place",
+                    limit,
+                )
+            if answer is NONE_YET or isinstance(answer, RayError):
                 janitor.later(functools.partial(self.kill, actor))
             else:
                 actor.lane.abandon()  # all its calls are answered
@@ -191,7 +184,7 @@ class Lifetimes:
                 return
             actor.state = ActorState.GONE
             self.actors.remove(actor)
-        actor.let_go()
+        actor.lane.close()
         if self._alive():
             with contextlib.suppress(RayError, ValueError):  # it may be gone already
                 ray.kill(actor.handle)
@@ -222,7 +215,7 @@ class Lifetimes:
         stopping = [actor for actor in self.actors if actor.stops]
         if stopping and self._alive():
             seconds = max(actor.stop_by for actor in stopping) - time.monotonic()
-            wait_for([actor.stopped.ref for actor in stopping if actor.stopped], len(stopping), seconds)
+            wait_for([actor.stopped.ref for actor in stopping if actor.stopped], seconds)
 
     def tidy(self) -> float | None:
         """Takes back the actors of lost leases, and ends those whose time has come.

@@ -26,14 +26,12 @@ import ray
 from ray.exceptions import RayError
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import leave_out_deaths
-from rayloader.actors.actor import Actor, ActorState, Hello, Lease, processes
-from rayloader.actors.cluster import INTERVAL_S, Cluster, asks
-from rayloader.actors.demand import Demand
+from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer
+from rayloader.actors.cluster import INTERVAL_S, Cluster
 from rayloader.actors.lifetimes import Lifetimes
 from rayloader.actors.placement import Placement
 from rayloader.actors.process import WorkerProcess
-from rayloader.actors.start import SessionName
+from rayloader.actors.session import SessionName
 from rayloader.errors import RaySessionError, add_note
 from rayloader.interrupts import new_lock
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
@@ -42,7 +40,6 @@ from rayloader.workers.connection import NeverStarts
 from rayloader.workers.janitor import ends_with_program, janitor
 
 _remote_worker: Any = ray.remote(WorkerProcess)
-leave_out_deaths(ray, processes.__contains__)  # the errors and the log of their loaders tell of them
 
 
 class Pool:
@@ -52,9 +49,7 @@ class Pool:
         self.session_name = session_name
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lifetimes = Lifetimes(self.session_alive)
-        self._cluster = Cluster(self.session_alive, heard=self._tidy_soon)
-        self.placement = Placement(self._cluster)
-        self._demand = Demand()
+        self.placement = Placement(Cluster(self.session_alive, heard=self._tidy_soon))
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.without_lines: set[tuple[str, str]] = set()  # locations that no worker can connect to this process from
@@ -97,7 +92,7 @@ class Pool:
 
         Waits for those that are late, but not until new ones run.
         """
-        self._check_lends()
+        self.check()
         key = _key(remote_args)
         taken = [] if fresh else self._lifetimes.take(lease, key, count)
         if len(taken) < count and not fresh and self._is_garbage_lent(lease, key):
@@ -105,7 +100,7 @@ class Pool:
         created = self._create(lease, remote_args, count - len(taken), key)
         proved = self._lifetimes.proved(taken)
         if len(proved) < len(taken):
-            self._check_lends()  # again after the wait: in an ended session a Ray call starts another one
+            self.check()  # again after the wait: in an ended session a Ray call starts another one
             created += self._create(lease, remote_args, len(taken) - len(proved), key)
         return proved + created
 
@@ -123,9 +118,10 @@ class Pool:
         janitor.do(self.tidy)
         return True
 
-    def _check_lends(self) -> None:
+    def check(self) -> None:
+        """Raises RaySessionError unless the actors can be used."""
         if self.closed or not self.session_alive():
-            raise RaySessionError("the workers were shut down; call iter() on the loader again")
+            raise RaySessionError("the workers, or their Ray, were shut down; call iter() on the loader again")
 
     def prepare(self, remote_args: dict[str, Any], count: int) -> None:
         """Creates actors in advance, for the next loaders that need them; does not wait until they run."""
@@ -140,10 +136,6 @@ class Pool:
             reuse: whether others may have the processes.
         """
         janitor.do(functools.partial(self._lifetimes.end, lease, busy=busy, reuse=reuse))
-
-    def give_back(self, actor: Actor) -> None:
-        """Takes back an actor that may be busy, soon."""
-        self.later(functools.partial(self._lifetimes.give_back, actor, busy=True))
 
     def kill(self, actor: Actor) -> None:
         """Ends an actor soon."""
@@ -186,10 +178,9 @@ class Pool:
         idle = [actor for actor in actors if actor.state is ActorState.IDLE and not actor.ends and actor.holds]
         if not idle:
             return None
-        if (status := self._cluster.look()) is not None:
-            pending = [actor for actor in actors if actor.state is ActorState.LENT and actor.address is None]
-            for actor in self._demand.in_the_way(status, idle, pending):
-                self._lifetimes.end_idle(actor)
+        pending = [actor for actor in actors if actor.state is ActorState.LENT and actor.address is None]
+        for actor in self.placement.in_the_way(idle, pending):
+            self._lifetimes.end_idle(actor)
         return INTERVAL_S
 
     def _tidy_soon(self, _: object = None) -> None:
@@ -205,8 +196,7 @@ class Pool:
         except Exception as error:  # whatever Ray says of the user's options
             add_note(error, f"Ray refuses the workers' options; look at ray_remote_args={remote_args!r}")
             raise
-        if self.closed:
-            raise RaySessionError("the workers were shut down while they were started; call iter() on the loader again")
+        self.check()
         return actors
 
     def _make(
@@ -218,7 +208,7 @@ class Pool:
         # Ray ends it if an interrupt comes before it is noted below.
         handle = _remote_worker.options(**options, **where, **named).remote()
         probe = self._probe.address if self._probe is not None else None
-        actor = Actor(handle, key, options, Hello(handle.hello.remote(probe)), had_room)
+        actor = Actor(handle, key, options, RayAnswer(handle.hello.remote(probe)), had_room)
         self._lifetimes.begin(actor, lease)
         return actor
 
@@ -275,7 +265,7 @@ def shutdown() -> None:
             _pool.shutdown()
             _pool = None
         janitor.end()
-        asks.end()
+        session.asks.end()
         session.end()
 
 

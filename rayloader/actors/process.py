@@ -36,7 +36,6 @@ from rayloader._compat import (
     take_identity,
 )
 from rayloader.actors import session, tcp_line
-from rayloader.actors._compat_ray import set_process_title
 from rayloader.actors.image import Image, ImageAddress, Source, decode_replica, image_from_content, open_image
 from rayloader.errors import ReplicaMemoryError
 from rayloader.host.server import Hosting, exit_without_callbacks
@@ -175,7 +174,6 @@ class WorkerProcess:
 
     def serve(self, address: Address, early: list[Any]) -> Served:
         """Carries out `run`, `replay` and `resume` over a line; see `ActorHosting.connect`."""
-        set_process_title(ray, f"ray::rayloader:{self._hosting.worker.label}")
         return self._hosting.connect(address, early)
 
     def stop(self) -> bool:

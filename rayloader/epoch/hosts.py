@@ -7,7 +7,7 @@ they are as long as the iterator lives. What one iterator of a loader leaves to 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from rayloader.errors import add_note
@@ -16,25 +16,14 @@ from rayloader.protocol import Replica
 from rayloader.workers import ray_use
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.forks import Forks
-from rayloader.workers.janitor import Notes
 
 if TYPE_CHECKING:
     from rayloader.actors.image import Image
     from rayloader.gpu.device import Accelerator
 
 
-@dataclass(eq=False, slots=True)
-class Kept:
-    """What one iterator of a loader leaves to the next.
-
-    Attributes:
-        image: of its replica, as last sent: it is used again if it would be the same.
-    """
-
-    image: Image | None = None
-
-
-loaders = Notes(Kept)
+# The image of each loader's replica, as last sent, by the loader's id: it is used again if it would be the same.
+images: dict[int, Image | None] = {}
 
 
 def fleet_for(
@@ -55,7 +44,7 @@ def fleet_for(
         accelerator: for which the memory of batches is page-locked.
     """
     if options.needs_actors or (options.workers == "auto" and ray_use.is_used()):
-        return _actors(loader, replica, options, loaders.of(loader), num_workers, accelerator)
+        return _actors(loader, replica, options, num_workers, accelerator)
     check_forks(options.workers)
     from rayloader.host import server  # which is imported here for the forks
 
@@ -64,9 +53,7 @@ def fleet_for(
     return fleet
 
 
-def _actors(
-    loader: Any, replica: Replica, options: Options, kept: Kept, count: int, accelerator: Accelerator | None
-) -> Fleet:
+def _actors(loader: Any, replica: Replica, options: Options, count: int, accelerator: Accelerator | None) -> Fleet:
     """A fleet of actors, which have the image of the replica that they will open.
 
     New processes start meanwhile. Warm ones release their previous replica while the next one is encoded, and before it
@@ -93,10 +80,14 @@ def _actors(
                 raise
             if warm:
                 fleet.lend(count, fresh=fresh)
-            contents, image = Contents(encoded), kept.image
+            contents, key = Contents(encoded), id(loader)
+            if key not in images:
+                images[key] = None
+                weakref.finalize(loader, images.pop, key, None).atexit = False
+            image = images[key]
             if image is None or not image.equals(contents):
-                kept.image = image = None  # there may not be room for two
-                kept.image = image = Image.write(contents)
+                images[key] = image = None  # there may not be room for two
+                images[key] = image = Image.write(contents)
         actors.replica = image, list(encoded.carried)
     except BaseException:  # the actors were borrowed: they go back in any case
         fleet.release(busy=True)

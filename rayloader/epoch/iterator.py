@@ -29,7 +29,7 @@ from rayloader._compat import (
 )
 from rayloader.epoch.ahead import Delivery
 from rayloader.epoch.engine import Engine
-from rayloader.epoch.hosts import fleet_for, loaders
+from rayloader.epoch.hosts import fleet_for, images
 from rayloader.epoch.schedule import Schedule
 from rayloader.errors import (
     OfOneProcess,
@@ -233,7 +233,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             setups = [
                 Setup(
                     worker_id=worker_id,
-                    name=loader._label,
                     num_workers=self._num_workers,
                     base_seed=int(self._base_seed),
                     seed_batches=self._options.seeds_batches,
@@ -385,7 +384,7 @@ def close_all() -> None:
     for iterator in list(_live_iterators):
         with contextlib.suppress(Exception):  # one that cannot be closed must not keep the others open
             iterator._close()
-    loaders.clear()
+    images.clear()
 
 
 def _keep_after_fork() -> None:

@@ -90,14 +90,10 @@ class HostedWorker:
 
     Args:
         setup: which worker it is, and how to set it up.
-
-    Attributes:
-        label: names the loader and the worker.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self.label = f"{setup.name}:{setup.worker_id}"
         self._where = f"in DataLoader worker process {setup.worker_id}"
         self._dataset: Any = None
         self._collate_fn: Any = None

@@ -43,13 +43,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from typing_extensions import override
 
 from rayloader.actors import session
-from rayloader.actors._compat_ray import on_completed
-from rayloader.actors.actor import RayAnswer, wait_for
-from rayloader.actors.image import Contents, Image, Source, decode_replica, module_folders, open_image
-from rayloader.errors import RaySessionError, ShareError, StateError, add_note
-from rayloader.interrupts import Bell
+from rayloader.actors.actor import RayAnswer, on_completed, wait_for
+from rayloader.actors.image import Contents, Image, Source, decode_replica, encode, module_folders, open_image
+from rayloader.errors import RaySessionError, ShareError, StateError
 from rayloader.protocol import Caught, carried
-from rayloader.random.generators import GENERATORS, RandomState
+from rayloader.random.generators import RandomState
 from rayloader.transport import codec, raw
 from rayloader.transport.lanes import in_message
 
@@ -282,17 +280,12 @@ class Bundle(RayAnswer):
         bell: rung when it has come.
     """
 
-    def __init__(self, ref: Any, bell: Bell) -> None:
-        self._bell = bell
-        super().__init__(ref)
-
     @override
     def _note(self, value: Any) -> None:  # in one of Ray's threads
         if isinstance(value, list):
-            super().__init__(value[0])
+            super().__init__(value[0], self._bell)
         else:
             super()._note(value)
-            self._bell.ring()
 
 
 class Calls:
@@ -325,7 +318,7 @@ class Calls:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What the producer answers to a call; raises as `checked` does."""
-        return self.checked(wait_for([self.begin(method, *arguments)], 1, _FOR_EVER_S)[0])
+        return self.checked(wait_for([self.begin(method, *arguments)], _FOR_EVER_S)[0])
 
     def checked(self, answer: Any) -> Any:
         """An answer, unless it is an error.
@@ -360,11 +353,7 @@ def start(loader: Any, terms: Terms) -> Calls:
     """
     if find(terms.name) is not None:
         raise ShareError(f"there is a share {terms.name!r} in this Ray already; close it, or choose another name")
-    try:
-        encoded = codec.encode(loader, carry=carried(), replica=True, special=GENERATORS)
-    except Exception as error:  # the user's objects may raise anything: add a note that names the culprit
-        add_note(error, f"It cannot be sent to the producer: {codec.explain(loader.__dict__, 'loader')}")
-        raise
+    encoded = encode(loader, {"loader": vars(loader)}, "the producer")
     image = Image.write(Contents(encoded))  # lives until the loader is open
     source = Source(session.node_id(), module_folders(), image.address, list(encoded.carried))
     here = NodeAffinitySchedulingStrategy(session.node_id(), soft=False)

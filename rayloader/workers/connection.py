@@ -1,10 +1,10 @@
 """The processes of one fleet, how they receive their tasks, and how their answers come: over lines, or by Ray calls.
 
-Promise: the two kinds of processes, actors and forks, differ in where they come from (processes.py), and in their
+Promise: the two kinds of processes, actors and forks, differ in where they come from (`Processes`), and in their
 channels; their workers, tasks, batches, snapshots and losses are the same. All kinds of `Channel` take the same calls
 and return the same messages, in the order in which the process sent them (see `Up` in protocol.py); a process that will
 not answer yields `ProcessLost` as its last message. Those to forks are in forks.py, those to actors in
-actors/channels.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over a
+actors/actors.py. Only `Mailbox.wait` waits, for all channels of a fleet: it returns when something has come, over a
 line or from Ray, and lets any exception through that a signal handler raises meanwhile. No thread waits inside Ray.
 Channels are used under the lock of their epoch; any thread may wait.
 
@@ -54,9 +54,11 @@ class Process:
 
     Attributes:
         kind: what it is, for users.
+        tells_start: whether a wait can end because it has started; see `Processes.watch_start`.
     """
 
     kind: ClassVar[str]
+    tells_start: ClassVar[bool] = False
     created_at: float = field(default_factory=time.monotonic)
     address: WorkerAddress | None = None
     started_at: float | None = None  # time.monotonic() when it was seen to run; of a fork, asked for
@@ -64,11 +66,6 @@ class Process:
     worker_id: int = -1  # which worker of its fleet it is
     calls: int = 0  # made over a channel
     lost: bool = False  # given up by the fleet that had it
-
-    @property
-    def tells_start(self) -> bool:
-        """Whether a wait can end because it has started; see `Processes.watch_start`."""
-        return False
 
     def has_started(self) -> bool:
         """Whether it runs by now; if so, notes where.
@@ -81,10 +78,6 @@ class Process:
     def cause(self, error: Exception | None) -> str:
         """Why it has ended, in words; `error`: what its channel knows of that."""
         raise NotImplementedError
-
-    def let_go(self) -> None:
-        """The process is gone, or soon will be: gives up what it shares with this one."""
-        self.lane.close()
 
 
 class ProcessLost(Exception):
@@ -230,6 +223,64 @@ class LineCalls(Channel):
     def resume(self, resumed: Resumed) -> None:
         self.process.calls += 1
         self._send((Down.RESUME, self.process.calls, *resumed))
+
+
+class Processes(ABC):
+    """Where the processes of a fleet come from, until `release`; methods return at once.
+
+    Attributes:
+        uses_store: whether some batches come, or came, through Ray's object store.
+        copies: whether this process has to copy some batches: from the store, or large ones from the network.
+        leased_bytes: bytes of memory outside arenas in which batches lie.
+    """
+
+    uses_store = copies = False
+    leased_bytes = 0
+
+    def check(self) -> None:  # noqa: B027
+        """Raises RaySessionError unless the processes, which were not released, can be used."""
+
+    @abstractmethod
+    def lend(self, count: int, *, fresh: bool = True) -> list[Any]:
+        """`count` processes; does not wait until new ones run. `fresh`: none that has worked before."""
+
+    @abstractmethod
+    def kill(self, process: Any) -> None:
+        """Ends a process soon."""
+
+    @abstractmethod
+    def release(self, *, busy: bool, reuse: bool) -> None:
+        """Takes all of them back. Callable more than once; not for finalizers.
+
+        Args:
+            busy: calls may be unanswered.
+            reuse: whether others may have the processes.
+        """
+
+    def watch_start(self, process: Any, mailbox: Mailbox) -> None:  # noqa: B027
+        """Lets the start of a process that `tells_start` end a wait of this mailbox."""
+
+    @abstractmethod
+    def channel(self, process: Any, mailbox: Mailbox) -> Channel:
+        """A channel to a process."""
+
+    @abstractmethod
+    def sources(self, others: list[Any]) -> Callable[[Any], Any]:
+        """Tells where each of some processes gets the replica from; `others`: those of the fleet. None: it has it."""
+
+    def refused(self, process: Any, reason: str) -> None:  # noqa: B027
+        """A process cannot be reached over a line."""
+
+    def check_pending(self, pending: list[Any], of: int) -> None:  # noqa: B027
+        """Looks at processes that have not started, and tells the log.
+
+        Args:
+            pending: these processes.
+            of: how many the fleet has.
+
+        Raises:
+            WorkerStartError: they have found no place for long, or do not start there.
+        """
 
 
 class Mailbox:

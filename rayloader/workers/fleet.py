@@ -19,9 +19,8 @@ from rayloader.errors import RaySessionError
 from rayloader.protocol import Setup, WorkerAddress
 from rayloader.resume.journal import Journal, Resumed
 from rayloader.task import Task
-from rayloader.workers.connection import Mailbox, Message, NeverStarts, Process, ProcessLost, Started
+from rayloader.workers.connection import Mailbox, Message, NeverStarts, Process, Processes, ProcessLost, Started
 from rayloader.workers.janitor import janitor
-from rayloader.workers.processes import Processes
 
 if TYPE_CHECKING:
     from rayloader.gpu.device import Accelerator
@@ -146,7 +145,11 @@ class Fleet:
     @property
     def usable(self) -> bool:
         """Whether the processes are still this fleet's and can be called."""
-        return not self._released and self.processes.usable
+        try:
+            self.processes.check()
+        except RaySessionError:
+            return False
+        return not self._released
 
     def check_session(self) -> None:
         """Raises RaySessionError unless the fleet is usable."""

@@ -24,9 +24,8 @@ from rayloader.protocol import Down, Setup, Up, WorkerAddress
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.line import Line, LineError, WatchingLine, pair, unpacked
 from rayloader.transport.memory_file import this_machine
-from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, Process, Started
+from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, Process, Processes, Started
 from rayloader.workers.janitor import janitor
-from rayloader.workers.processes import Processes
 from rayloader.workers.zygote import REMEDY, SILENCE_SECONDS, Zygote
 
 logger = logging.getLogger("rayloader")
@@ -193,20 +192,15 @@ class Forks(Processes):
     def kill(self, process: Fork) -> None:
         if process in self._forks:
             process.zygote.kill(process.number)
-        self.give_back(process)
-
-    @override
-    def give_back(self, process: Fork) -> None:
-        process.let_go()  # it ends with its line
-        if process in self._forks:
             self._forks.remove(process)
+        process.lane.close()
 
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
         for zygote in (*self._silent, self.zygote):
             zygote.close()
         for fork in self._forks:
-            fork.let_go()
+            fork.lane.close()
         self._forks.clear()
         janitor.later(_nothing)  # it waits for the zygote
 

@@ -1,6 +1,6 @@
-"""The thread that ends what finalizers leave behind, notes that end with objects, and the end of the program.
+"""The thread that ends what finalizers leave behind, and the end of the program.
 
-Promise: those of `Janitor` and `Notes`. At the end of the program `at_exit` does what is left to do, in a stated order.
+Promise: that of `Janitor`. At the end of the program `at_exit` does what is left to do, in a stated order.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import os
 import queue
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from rayloader.interrupts import TICK_S, Bell, DaemonThread
 from rayloader.workers import zygote
@@ -143,46 +142,6 @@ def _reap() -> float | None:
 
 janitor = Janitor(_reap)
 os.register_at_fork(after_in_child=janitor.forget)
-
-_Noted = TypeVar("_Noted")
-
-
-class Notes(Generic[_Noted]):
-    """Notes on objects, by their identity. A note ends with its object, in the janitor's thread.
-
-    Args:
-        new: makes the first note on an object.
-    """
-
-    def __init__(self, new: Callable[[], _Noted]) -> None:
-        self._new = new
-        self._of: dict[int, tuple[weakref.ref[Any], _Noted]] = {}
-        self._later = janitor.later  # for finalizers, even at the interpreter's end
-
-    def of(self, obj: Any) -> _Noted:
-        """The note on an object; on one that takes no weak references a new one each time."""
-        ref, note = self._of.get(id(obj), (None, None))
-        if ref is None or note is None or ref() is not obj:
-            note = self._new()
-            with contextlib.suppress(TypeError):
-                self._of[id(obj)] = weakref.ref(obj, self._ends), note
-        return note
-
-    def _ends(self, _: object) -> None:
-        self._later(self._forget_dead)
-
-    def _forget_dead(self) -> None:
-        for number, noted in list(self._of.items()):
-            if noted[0]() is None and self._of.get(number) is noted:  # or another object has come there meanwhile
-                del self._of[number]
-
-    def clear(self) -> None:
-        """Forgets all."""
-        self._of.clear()
-
-    def __iter__(self) -> Iterator[_Noted]:
-        return iter([note for _, note in list(self._of.values())])
-
 
 _ends: dict[str, Callable[[], object]] = {}
 _ORDER = "iterators", "actors", "forks"  # what ends, in this order

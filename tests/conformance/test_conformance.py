@@ -14,7 +14,7 @@ from conformance_cases import CASES
 from conformance_record import first_difference, record
 from conformance_side import Records
 from rayloader.actors import actors
-from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
+from rayloader.actors.actors import ActorLine, RayCalls, TcpCalls
 from rayloader.transport import lanes
 from rayloader.workers import ray_use
 from rayloader.workers.forks import ForkCalls

@@ -1,4 +1,4 @@
-"""A program whose Ray lacks private names of `_compat_ray.COSTS`: it loads, loses a worker, and starts anew.
+"""A program whose Ray lacks private names of `_compat_ray`: it loads, loses a worker, and starts anew.
 
     python script_lacking.py NAME ...
 
@@ -43,6 +43,8 @@ def main():
     handler.emit = lambda record: said.append(record.getMessage())
     _compat_ray._found = without
     _compat_ray._member = lambda owner, name: None if name in names else member(owner, name)
+    _compat_ray.tell_lacks.cache_clear()
+    _compat_ray.tell_lacks(ray)
     for shut_down in (ray.shutdown, rayloader.shutdown):  # what the public way sees of a session's end
         check_epochs()
         assert session.started_here()

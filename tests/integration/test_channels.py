@@ -22,7 +22,7 @@ from inside import held_by_mailbox, taken_from
 from latches import Gate, Mail
 from rayloader import DataLoader
 from rayloader.actors import session
-from rayloader.actors.channels import ActorLine, RayCalls, TcpCalls
+from rayloader.actors.actors import ActorLine, RayCalls, TcpCalls
 from rayloader.protocol import Answer, ResultKind, Up, carried
 from rayloader.resume.digest import drawn
 from rayloader.resume.journal import Journal, Resumed

@@ -639,7 +639,7 @@ def test_a_cluster_without_room_is_an_error_that_says_what_was_asked_for(monkeyp
     with pytest.raises(rayloader.WorkerStartError) as caught:
         next(iter(loader))
     text = str(caught.value)
-    assert text.startswith("2 of 2 DataLoader workers found no place in the Ray cluster within 0.1 s: each asks for ")
+    assert text.startswith("2 of 2 DataLoader workers did not start within 0.1 s. Ray has ")
     assert "unobtainium 1; node " in text
     assert "has unobtainium 0 in all" in text
     assert "RAYLOADER_START_TIMEOUT" in text

@@ -183,7 +183,7 @@ def test_a_process_that_does_not_answer_for_long_is_replaced(own, starved, monke
     loader = load(pid, 2, num_workers=1, **own)
     (before,) = set(loader)
     get_pool().wait()
-    wait_for([actor.stopped.ref for actor in spare(own)], 1, EXIT_LIMIT)  # it has done that, and is late with the next
+    wait_for([actor.stopped.ref for actor in spare(own)], EXIT_LIMIT)  # it has done that, and is late with the next
     process = starved(before)
     monkeypatch.setattr(rayloader.actors.lifetimes, "GIVE_UP_S", 0.1)
     assert before not in set(loader)
@@ -442,7 +442,7 @@ def test_the_start_of_any_actor_counts_for_all_that_wait_for_theirs(own):
     assert len(list(keeper)) == 1
     (running,) = [actor for actor in pool.actors if actor.options.get("memory") == own["ray_remote_args"]["memory"]]
     nowhere = {"num_cpus": 0, "resources": {"nowhere": 1}}
-    wait_for([actor.hello.ref for actor in pool.actors], len(pool.actors), START_LIMIT)
+    wait_for([actor.hello.ref for actor in pool.actors], START_LIMIT)
     live_actor_pids()  # notes the starts of all: none is news below
     lease = Lease(print)
     (pending,) = pool.lend(lease, nowhere, 1, fresh=True)

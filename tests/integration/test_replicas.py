@@ -26,7 +26,7 @@ from inside import image_files
 from probes import as_is
 from rayloader import DataLoader, ReplicaError, SharedList
 from rayloader.actors.actor import Actor, RayAnswer
-from rayloader.actors.channels import ActorCalls
+from rayloader.actors.actors import ActorCalls
 from rayloader.actors.pool import get_pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")

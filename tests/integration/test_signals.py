@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,7 +86,7 @@ def raises_while_waiting(monkeypatch):
         def wait(refs, *_):
             monkeypatch.undo()  # once
             signal.setitimer(signal.ITIMER_REAL, 0.1)
-            return wait_for(refs, len(refs) + 1, 60.0)
+            return wait_for([*refs, SimpleNamespace(future=Future)], 60.0)
 
         monkeypatch.setattr(module, "wait_for", wait)
         signal.signal(signal.SIGALRM, strike)

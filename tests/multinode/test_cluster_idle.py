@@ -11,7 +11,7 @@ from inside import actors_of
 from multinode_data import Calls, as_is, origin
 from multinode_waiting import HANG_LIMIT, START_LIMIT, wait_until
 from rayloader import DataLoader
-from rayloader.actors import demand
+from rayloader.actors import placement
 from rayloader.actors.actor import wait_for
 from rayloader.protocol import NONE_YET
 from rayloader.workers.fleet import Fleet
@@ -119,13 +119,13 @@ def test_idle_workers_stay_while_nothing_waits_that_they_make_room_for(monkeypat
     loader = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
     before = set(loader)
     hopeless = ray.remote(num_cpus=0, resources={"spare": 3})(origin).remote()
-    looked, seen = demand.in_the_way, []
+    looked, seen = placement.in_the_way, []
 
-    def look(idle, nodes, free, waiting):
-        seen.extend(str(one) for one in waiting)
-        return looked(idle, nodes, free, waiting)
+    def look(idle, nodes, waiting):
+        seen.extend(str(want) for want, _ in waiting)
+        return looked(idle, nodes, waiting)
 
-    monkeypatch.setattr(demand, "in_the_way", look)
+    monkeypatch.setattr(placement, "in_the_way", look)
     ray.get(ray.remote(num_cpus=0, resources={"spare": 1})(origin).remote(), timeout=START_LIMIT)
     wait_until(lambda: "spare 3" in seen, "the janitor has looked")
     ray.cancel(hopeless)
@@ -173,7 +173,7 @@ def test_a_worker_whose_node_is_asked_for_dies_and_the_others_go_on(nodes, monke
     def killing(fleet, *arguments):
         begin(fleet, *arguments)
         ray.kill(fleet.hosts[0].handle)
-        assert wait_for([fleet.hosts[0].hello.ref], 1, HANG_LIMIT)[0] is not NONE_YET
+        assert wait_for([fleet.hosts[0].hello.ref], HANG_LIMIT)[0] is not NONE_YET
 
     monkeypatch.setattr(Fleet, "begin", killing)
     loader = load(2, function=lambda index: (index, *origin()), ray_remote_args={"resources": {"away": 1}})

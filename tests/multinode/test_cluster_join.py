@@ -69,7 +69,7 @@ def test_a_program_that_shuts_down_and_goes_on(nodes, run_script):
     assert result.address == nodes.address
     assert not set(first["pids"]) & set(second["pids"])
     assert first["job"] == second["job"] != result.job
-    assert result.message.startswith("RaySessionError: Ray was shut down while this iterator was live")
+    assert result.message.startswith("RaySessionError: the workers, or their Ray, were shut down")
     check_left(first, second, vars(result))
 
 

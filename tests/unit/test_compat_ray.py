@@ -4,19 +4,17 @@ import ast
 import logging
 import re
 import sys
-from concurrent.futures import Future
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import ray
 import ray.util.client
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
-from ray.exceptions import RayActorError
 
 from documents import ROOT
 from lacking import Changed, ray_without
-from rayloader.actors import _compat_ray
-from rayloader.actors._compat_ray import COSTS, leave_out_deaths, said_of_end
+from rayloader.actors import _compat_ray, cluster
+from rayloader.actors._compat_ray import NAMES, OTHERS, said_of_end
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
 DIED = "The actor died unexpectedly before finishing this task."
@@ -43,22 +41,6 @@ def test_what_else_ray_knows_remains():
     assert said_of_end(f"{DIED}{FIELDS}{why}\n") == f"{DIED} {why}"
 
 
-def line(pid, text="A worker died or was killed while executing a task by an unexpected system error. "):
-    return (
-        f"{text}Lease ID: 01 Worker ID: 45fa Node ID: 1e9e Worker IP address: ::1 Worker port: 7 Worker PID: {pid} Wo"
-    )
-
-
-def test_that_a_process_of_ours_has_died_is_not_printed_and_everything_else_is():
-    printed = []
-    worker = SimpleNamespace(print_to_stdstream=lambda data, ignore_prefix: printed.extend(data["lines"]))
-    leave_out_deaths(SimpleNamespace(_private=SimpleNamespace(worker=worker)), {("1e9e", 3027)}.__contains__)
-    others = [line(3028), line(3027, "Out of memory. "), "", line(3027) + "\n"]
-    for pid, text in [("raylet", line(3027)), *(("raylet", text) for text in others[:3]), (17, others[3])]:
-        worker.print_to_stdstream({"pid": pid, "lines": [text]}, ignore_prefix=False)
-    assert printed == others
-
-
 # --- a Ray that lacks a name
 
 SOURCE = (ROOT / "rayloader" / "actors" / "_compat_ray.py").read_text()
@@ -70,7 +52,6 @@ NODE = "0" * 56
 def nothing_said_yet():
     yield
     _compat_ray.tell_lacks.cache_clear()
-    _compat_ray._tell.cache_clear()
 
 
 def without(name):
@@ -79,37 +60,24 @@ def without(name):
 
 def test_all_names_that_the_file_uses_are_listed_and_used():
     tree = ast.parse(SOURCE)
-    (table,) = (n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "COSTS")
-    outside = [node for statement in tree.body if statement is not table for node in ast.walk(statement)]
+    tables = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in ("NAMES", "OTHERS")]
+    outside = [node for statement in tree.body if statement not in tables for node in ast.walk(statement)]
     texts = {node.value for node in outside if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+[.(])?_(?!_)\w[\w.()]*|core\.[\w.]+", text)}
-    arguments = {text for text in texts if re.fullmatch(r"[\w.]+\(\w+\)", text)}
-    assert private | arguments == set(COSTS)
+    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+\.)?_(?!_)\w[\w.]*|core\.[\w.]+", text)}
+    assert private == {*NAMES, *OTHERS}
     chains = {ast.unparse(node) for node in outside if isinstance(node, ast.Attribute)}
     assert not {chain for chain in chains if re.match(r"(?!self\.)[\w.]+\._(?!_)", chain)}
 
 
-@pytest.mark.parametrize("name", COSTS.keys() - {OF_TRAIN})
+@pytest.mark.parametrize("name", NAMES)
 def test_what_this_ray_lacks_is_said_once(name, caplog):
     _compat_ray.tell_lacks(ray)
     assert caplog.messages == [], "this version has all of them"
     lacking = without(name)
     for _ in range(2):
         _compat_ray.tell_lacks(lacking)
-    assert [name in message and COSTS[name] in message for message in caplog.messages] == [True] * bool(COSTS[name])
+    assert [name in message for message in caplog.messages] == [True]
     assert all(record.levelno == logging.WARNING for record in caplog.records)
-
-
-@pytest.mark.parametrize("outcome", [0, "an answer", RayActorError()], ids=["false", "true", "error"])
-def test_an_answer_comes_through_a_future(outcome):
-    future, came = Future(), []
-    _compat_ray.on_completed(SimpleNamespace(future=lambda: future), came.append)
-    assert came == []
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-    assert came == [outcome]
 
 
 def connected(job="01", session="session_1", **members):
@@ -153,10 +121,8 @@ def test_another_connection_is_another_object(other):
     assert after is not before
 
 
-def test_a_connection_by_a_client_or_to_a_part_of_ray_is_none(monkeypatch):
+def test_a_connection_by_a_client_is_none(monkeypatch):
     module, _ = connected()
-    assert _compat_ray.connection_of(None) is None
-    assert _compat_ray.connection_of(ModuleType("ray")) is None
     monkeypatch.setattr(ray.util.client, "ray", SimpleNamespace(is_connected=lambda: True))
     assert _compat_ray.connection_of(Changed(module, "_private")) is None
 
@@ -203,14 +169,9 @@ def test_the_cluster_is_what_the_gcs_and_the_autoscaler_say():
     ],
     ids=["report", "status", "client", "reply"],
 )
-def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking):
-    assert _compat_ray.cluster_status(lacking(), 1.0) is None
-
-
-def test_what_is_only_comfort_is_left_out():
-    leave_out_deaths(without("_private.worker.print_to_stdstream"), lambda _: True)
-    _compat_ray.set_process_title(without("_private.worker._changeproctitle"), "a title")
-    assert _compat_ray.node_first(ray, NODE)._spill_on_unavailable
+def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking, monkeypatch):
+    monkeypatch.setattr(cluster, "ray", lacking())
+    assert cluster.Cluster(lambda: True, lambda: None).ask() is None
 
 
 def test_an_actor_waits_for_its_node_where_ray_knows_nothing_else():

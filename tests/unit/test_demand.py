@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayloader.actors.cluster import ClusterStatus, Node, Waiting, Want
-from rayloader.actors.demand import STALE_S, Demand
+from rayloader.actors.cluster import ClusterStatus, Node, Want
+from rayloader.actors.placement import STALE_S, Placement
 
 
 class Idle:
@@ -15,11 +15,11 @@ class Idle:
     had_room = None
 
     def __init__(self, node_id="a", **holds):
-        self.address = SimpleNamespace(node_id=node_id)
+        self.node_id = node_id
         self.holds = holds
 
     def __repr__(self):
-        return f"{self.holds} on {self.address.node_id}"
+        return f"{self.holds} on {self.node_id}"
 
 
 def node(node_id="a", labels=None, **free):
@@ -27,11 +27,17 @@ def node(node_id="a", labels=None, **free):
 
 
 def wait(times=1, labels=(), node_id=None, **amounts):
-    return Waiting((Want(amounts, labels, node_id),), times)
+    return Want(amounts, labels, node_id), times
 
 
-def status(nodes, *waiting, at=1.0):
-    return ClusterStatus(tuple(nodes), waiting=waiting, at=at)
+def status(nodes, *waiting, bundles=(), at=1.0):
+    return ClusterStatus(tuple(nodes), waiting, bundles, at=at)
+
+
+def in_the_way(status, idle, pending=(), placement=None):
+    placement = placement or Placement(SimpleNamespace())
+    placement._cluster.look = lambda: status
+    return placement.in_the_way(idle, pending)
 
 
 ONE, TWO = Idle(CPU=1), Idle(CPU=1)
@@ -69,33 +75,22 @@ AWAY = [[("place", frozenset({"away"}), True)]]
     ],
 )
 def test_as_few_end_as_make_room_and_none_in_vain(idle, nodes, waiting, ending):
-    assert Demand().in_the_way(status(nodes, *waiting), idle, []) == ending
+    assert in_the_way(status(nodes, *waiting), idle) == ending
 
 
-def bundles(*cpus):
-    return Waiting(tuple(Want({"CPU": amount}) for amount in cpus))
-
-
-@pytest.mark.parametrize(
-    ("group", "ending"),
-    [
-        (bundles(1, 1), [ONE, FAR]),
-        (bundles(2, 1), [FAR, ONE]),
-        (bundles(2, 2), []),  # one of the two would have room
-        (bundles(3), []),
-    ],
-)
-def test_room_is_made_for_all_bundles_of_a_placement_group_or_for_none(group, ending):
-    assert Demand().in_the_way(status([*FULL, node("b")], group), [ONE, FAR], []) == ending
+@pytest.mark.parametrize(("cpus", "ending"), [([1, 1], [ONE, FAR]), ([2], [FAR]), ([3], [])])
+def test_room_is_made_for_the_bundles_of_a_placement_group(cpus, ending):
+    bundles = tuple(Want({"CPU": amount}) for amount in cpus)
+    assert in_the_way(status([*FULL, node("b")], bundles=bundles), [ONE, FAR]) == ending
 
 
 def test_what_was_just_given_up_is_not_made_room_for_again():
     """Ray's answer may be older than the end of a worker; later it counts as it is."""
-    demand, waiting = Demand(), wait(CPU=1)
-    assert demand.in_the_way(status(FULL, waiting, at=1.0), [ONE, TWO], []) == [ONE]
-    assert demand.in_the_way(status(FULL, waiting, at=1.0), [TWO], []) == [], "that answer was looked at"
-    assert demand.in_the_way(status(FULL, waiting, at=1.0 + STALE_S / 2), [TWO], []) == []
-    assert demand.in_the_way(status(FULL, waiting, at=1.0 + STALE_S), [TWO], []) == [TWO]
+    placement, waiting = Placement(SimpleNamespace()), wait(CPU=1)
+    assert in_the_way(status(FULL, waiting, at=1.0), [ONE, TWO], [], placement) == [ONE]
+    assert in_the_way(status(FULL, waiting, at=1.0), [TWO], [], placement) == [], "that answer was looked at"
+    assert in_the_way(status(FULL, waiting, at=1.0 + STALE_S / 2), [TWO], [], placement) == []
+    assert in_the_way(status(FULL, waiting, at=1.1 + STALE_S), [TWO], [], placement) == [TWO]
 
 
 def test_a_worker_of_this_process_that_must_be_on_a_full_node_is_made_room_for():
@@ -103,11 +98,11 @@ def test_a_worker_of_this_process_that_must_be_on_a_full_node_is_made_room_for()
     pending = Idle(CPU=1)
     pending.options = {"num_cpus": 1, "scheduling_strategy": SimpleNamespace(node_id="b", soft=False)}
     for pending.had_room, ending in ((None, []), (True, []), (False, [FAR])):
-        assert Demand().in_the_way(status([*FULL, node("b")]), [ONE, FAR], [pending]) == ending
+        assert in_the_way(status([*FULL, node("b")]), [ONE, FAR], [pending]) == ending
 
 
 def test_the_log_says_what_they_end_for(caplog):
     caplog.set_level(logging.INFO, "rayloader")
-    Demand().in_the_way(status(FULL, wait(2, CPU=0.5, TPU=0), bundles(1)), [ONE, TWO], [])
+    in_the_way(status(FULL, wait(2, CPU=0.5, TPU=0), bundles=(Want({"CPU": 1}),)), [ONE, TWO])
     assert [message.rpartition("or another one: ")[2] for message in caplog.messages] == ["CPU 0.5, TPU 0", "CPU 1"]
     assert caplog.messages[0].startswith("rayloader: 1 idle worker processes end, because they hold what is waited for")

@@ -118,8 +118,8 @@ class World:
     def begin_lease(self, *_: object) -> object:
         return self
 
-    def session_alive(self) -> bool:
-        return True
+    def check(self) -> None:
+        pass
 
     def end(self, lease: object, *, busy: bool, reuse: bool) -> None:
         self.killed += self.new
@@ -332,7 +332,7 @@ def test_a_dataset_that_ray_cannot_send_is_an_error_that_names_the_part_and_fork
     options: Any = SimpleNamespace(fresh_processes=True, ray_remote_args={}, uses_lines=True)
     replica = Replica(threading.Lock(), list, None, {})
     with pytest.raises(TypeError) as caught:
-        hosts._actors(SimpleNamespace(_label="its name"), replica, options, hosts.Kept(), 2, None)
+        hosts._actors(SimpleNamespace(_label="its name"), replica, options, 2, None)
     assert len(world.new) == len(world.killed) == 2, "they were to start meanwhile"
     assert caught.value.__notes__[0].startswith("It cannot be sent to the workers: dataset: _thread.lock")
     assert 'use workers="fork"' in own_notes(caught.value)[-1]

@@ -11,7 +11,6 @@ from rayloader.resume.journal import Resumed
 
 SETUP = Setup(
     worker_id=0,
-    name="loader",
     num_workers=1,
     base_seed=0,
     seed_batches=False,
