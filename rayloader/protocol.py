@@ -40,7 +40,7 @@ class Down:
     """The first item of a message to a worker process, and what follows it."""
 
     RUN = 0  # a call: call, task_id, indices, room; see `WorkerProcess.run`
-    REPLAY = 1  # a call: call, tasks; see `WorkerProcess.replay`
+    REBUILD = 1  # a call: call, tasks; see `WorkerProcess.rebuild`
     RESUME = 2  # a call: call, epoch, shared_seed, dataset_epoch; see `WorkerProcess.resume`
     START = 3  # a call to a fork: call, setup, state; an actor's goes through Ray, see `WorkerProcess.start`
 
@@ -48,7 +48,7 @@ class Down:
 class Up:
     """The first item of a message from a worker process, and what follows it."""
 
-    ANSWER = 0  # to `run` and `replay`: call, fields of the `Answer`
+    ANSWER = 0  # to `run` and `rebuild`: call, fields of the `Answer`
     BEGUN = 1  # to `resume`: call, fields of the `WorkerState` in which it has left the worker
     STARTED = 2  # to a fork's START: call, None
 
@@ -128,7 +128,7 @@ class Answer:
     samples: int = 0  # in the batch
     seconds: float = 0.0  # spent on the call
     spent: bytes = b""  # how the time was spent: a `Spent`, packed
-    replay: tuple[int, int] = 0, 0  # batches rebuilt since the worker was restored, and how many must be
+    rebuilt: tuple[int, int] = 0, 0  # batches rebuilt since the worker was restored, and how many must be
     state: tuple[Any, ...] | None = None  # fields of `WorkerState`, if a snapshot of the worker was taken
     full: bool = False  # the arena had no room for something
     no_arena: str = ""  # why the arena could not be opened, if it could not

@@ -237,9 +237,9 @@ class RayCalls(ActorCalls):
         return None
 
     @override
-    def replay(self, tasks: Sequence[Task]) -> None:
-        message = self._replay(tasks)
-        self._call(self.process.handle.replay, message, [wire for _, wire, _ in message[1]])
+    def rebuild(self, tasks: Sequence[Task]) -> None:
+        message = self._to_rebuild(tasks)
+        self._call(self.process.handle.rebuild, message, [wire for _, wire, _ in message[1]])
 
     def _call(self, method: Any, message: Any, wires: list[tuple[Any, ...]]) -> None:
         call = message[0]

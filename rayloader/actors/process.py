@@ -155,7 +155,7 @@ class WorkerProcess:
         call, task_id, indices, _ = unpack(message)
         return self._packed(self._hosting.run(BuildOrder(call, task_id, indices), None))
 
-    def replay(self, message: Any) -> Any:
+    def rebuild(self, message: Any) -> Any:
         """Rebuilds batches for their effect on the worker, in order, for a limited time; they are not sent.
 
         Args:
@@ -165,7 +165,7 @@ class WorkerProcess:
         Returns:
             An `Answer`, see `final`, which reports the progress.
         """
-        return self._packed(self._hosting.replay(*unpack(message)))
+        return self._packed(self._hosting.rebuild(*unpack(message)))
 
     def _packed(self, answer: Answer) -> Any:
         packed = final(answer, IN_BAND_BYTES)
@@ -173,7 +173,7 @@ class WorkerProcess:
         return packed
 
     def serve(self, address: Address, early: list[Any]) -> Served:
-        """Carries out `run`, `replay` and `resume` over a line; see `ActorHosting.connect`."""
+        """Carries out `run`, `rebuild` and `resume` over a line; see `ActorHosting.connect`."""
         return self._hosting.connect(address, early)
 
     def stop(self) -> bool:

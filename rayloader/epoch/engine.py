@@ -499,7 +499,7 @@ class Engine:
             return
         elif worker.rebuilding is not None:
             self._note_news(worker, answer)
-            self._has_rebuilt(worker, worker.rebuilding, *answer.replay)
+            self._has_rebuilt(worker, worker.rebuilding, *answer.rebuilt)
         else:
             self._take_answer(worker, worker.unanswered[0], answer)
 

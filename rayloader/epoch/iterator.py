@@ -87,9 +87,9 @@ class EpochIterator(OfOneProcess, BaseIterator):
         self._user_error: BaseException | None = None  # from a worker, while `__next__` raises it
         saved, self.num_workers = None, num_workers  # torch's number: the batches depend on it
         if state is not None:
-            from rayloader.resume.checkpoint import goes_on
+            from rayloader.resume.checkpoint import continuation
 
-            saved, self.num_workers = goes_on(loader, state, num_workers)
+            saved, self.num_workers = continuation(loader, state, num_workers)
         # torch warns where it cannot pin; other warnings in there are of the program's own code.
         with warning_at_the_users_line() if loader.pin_memory else contextlib.nullcontext():
             super().__init__(loader if saved is None else Resuming(loader))  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from rayloader.errors import OfOneProcess, ReplayError, SkipLimitError, add_note
 from rayloader.host.shard_info import Reader, ranks_told
 from rayloader.options import Options, target_of
 from rayloader.random.generators import RandomState, seed_all, seed_torch
-from rayloader.resume.checkpoint import capture_random, goes_on, held_in
+from rayloader.resume.checkpoint import capture_random, continuation, generators_of
 from rayloader.resume.digest import chain, digest, digest_of, drawn
 from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming, trains_in_a_group
@@ -65,7 +65,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     def __init__(self, loader: Any, state: State | None, skips: NothingSkipped | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = target_of(self._options.device)
-        saved, _ = goes_on(loader, state, 0)
+        saved, _ = continuation(loader, state, 0)
         self._iterable = loader._dataset_kind == DatasetKind.Iterable
         earlier = loader._position
         self.position = position = new_position(loader, state, 0, 0)
@@ -132,7 +132,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         if self._iterable and has_state(self._dataset_fetcher.dataset_iter):
             stream.begin, stream.iterator = None, self._dataset_fetcher.dataset_iter
             if stream.iterator is self._dataset:
-                stream.told = self.position.loaded
+                stream.state = self.position.loaded
         self._stream = self.position.stream = stream
 
     def _settle(self) -> None:
@@ -140,7 +140,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         position = self.position
         if not self._iterable or position.loaded is None or position.delivered or not position.epoch_of_run:
             return
-        held = held_in(self._given)
+        held = generators_of(self._given)
         before = RandomState.capture(held=held)
         try:
             self._iterate(Stream())
@@ -155,7 +155,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
 
     def _go_on(self, stream: Stream) -> None:
         """Brings the dataset's iterator to where it was. The program's generators keep their states."""
-        held = held_in(self._given)
+        held = generators_of(self._given)
         before = RandomState.capture(held=held)
         if isinstance(self._dataset, IterDataPipe):
             shuffling = torch.Generator()
@@ -167,7 +167,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
             self._iterate(stream)
             if stream.iterator is not None:
                 with self._reader.reads():
-                    load_state(stream.iterator, stream.told)
+                    load_state(stream.iterator, stream.state)
             elif self._is_read_again:
                 self._read_again()
             if self._iterable:
@@ -294,7 +294,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         # A dataset may pass a state that it has loaded on to others only when it is iterated.
         loading = loading_streams(self._dataset) if self.position.loaded else contextlib.nullcontext()
         if not getattr(self._dataset_fetcher, "ended", False):
-            self.position.loaded = self._stream.told = None
+            self.position.loaded = self._stream.state = None
         with self._seeded(task), self._reader.reads(), loading:
             samples, self._samples = fetching.fetch(self._dataset_fetcher, self._dataset_kind, indices, left_out)
             data = self._collate_fn(samples)

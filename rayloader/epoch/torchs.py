@@ -13,7 +13,7 @@ from typing import Any
 from rayloader._compat import MultiProcessIterator
 from rayloader.errors import StateError, level_outside
 from rayloader.options import Options, check_means, lacking
-from rayloader.resume.checkpoint import goes_on
+from rayloader.resume.checkpoint import continuation
 
 # Arguments that change batches, or ask for workers of a kind, with what they are where they ask for nothing.
 _OWN = {
@@ -40,7 +40,7 @@ def torchs_iterator(loader: Any) -> TorchsIterator:
         value = getattr(loader, name)
         if value is not None and not (isinstance(value, (str, dict)) and value in (default, {})):
             check_means(f"{name}={value!r}")
-    place = goes_on(loader, loader._state, loader.num_workers)[0]
+    place = continuation(loader, loader._state, loader.num_workers)[0]
     if place is not None:
         raise no_place("can't be continued", persistent=place.finished)
     _warn(lacking())

@@ -120,11 +120,11 @@ class Hosting:
         began = time.perf_counter()
         return self._completed(self.worker.run(task, arena), began)
 
-    def replay(self, call: int, tasks: Iterable[tuple[int, tuple[Any, ...], int | None]]) -> Answer:
-        """Rebuilds batches; see `HostedWorker.replay`."""
+    def rebuild(self, call: int, tasks: Iterable[tuple[int, tuple[Any, ...], int | None]]) -> Answer:
+        """Rebuilds batches; see `HostedWorker.rebuild`."""
         began = time.perf_counter()
         again = [BuildOrder(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
-        answer = self.worker.replay(again, self.is_unwanted) or Answer(-1, ResultKind.REBUILT)
+        answer = self.worker.rebuild(again, self.is_unwanted) or Answer(-1, ResultKind.REBUILT)
         return self._completed(answer, began)
 
     def _completed(self, answer: Answer, began: float) -> Answer:
@@ -139,7 +139,7 @@ class Hosting:
     # ---- over a line
 
     def serve(self, line: Line) -> Served:
-        """Carries out over a line what `run`, `replay` and `resume` do, until the line ends.
+        """Carries out over a line what `run`, `rebuild` and `resume` do, until the line ends.
 
         It also ends, with the line left open, if an answer has to go through Ray.
         """
@@ -175,9 +175,9 @@ class Hosting:
 
     def _do(self, kind: int, call: int, *arguments: Any) -> Answer | None:
         """Carries out a call that came over the line; None if nobody waits for it."""
-        if kind == Down.REPLAY:
+        if kind == Down.REBUILD:
             (tasks,) = arguments
-            return self.replay(call, tasks)
+            return self.rebuild(call, tasks)
         task_id, indices, room = arguments
         arena = self._lane.open(room)  # it brings news of the arena, even if nobody waits for the batch
         if self.is_unwanted():

@@ -110,7 +110,7 @@ class HostedWorker:
         self._digest = 0
         self._restoring: Restoring | None = None  # until it has reported where it is then
         self._reader = Reader(setup.ranks, setup.worker_id, setup.num_workers)
-        self._recorder = SnapshotTaker(None, {}, RandomState.capture())
+        self._snapshots = SnapshotTaker(None, {}, RandomState.capture())
         # When the last task began, was fetched, and was collated: perf_counter(), 0 where it did not come to that.
         self._began = self._fetched = self._collated = 0.0
 
@@ -131,7 +131,7 @@ class HostedWorker:
                 loaded.worker_init_fn(self._setup.worker_id)
             begin_streams(self._dataset)
             others = {"collate_fn": self._collate_fn, "worker_init_fn": loaded.worker_init_fn}
-            self._recorder = SnapshotTaker(self._dataset, {"dataset": self._dataset, **others}, seeded)
+            self._snapshots = SnapshotTaker(self._dataset, {"dataset": self._dataset, **others}, seeded)
             if self._setup.auto_collation and type(self._dataset).__module__ in ("torch", Dataset.__module__):
                 from rayloader.host.whole_batches import whole_batch
 
@@ -156,16 +156,16 @@ class HostedWorker:
         load_state(self._dataset, state.dataset)
         if self._is_iterable and (state.is_to_be_proven or (self._setup.persistent and not state.has_own)):
             if state.begin is not None:
-                self._recorder.restore(state.begin)
+                self._snapshots.restore(state.begin)
             self._restoring, self._exhausted = Restoring(goal=state, total=state.tasks), False
             self._create_fetcher()
             return
-        self._recorder.loaded = state if state.has_own else None
+        self._snapshots.loaded = state if state.has_own else None
         self._create_fetcher()
         load_state(self._iterator, state.iterator)  # after `__iter__`, which may have reset it to its start
         if self._is_iterable:
             self._fetcher.ended, self._fetcher.taken = state.ended, state.tasks * (self._setup.batch_size or 1)
-        self._recorder.restore(state.random)
+        self._snapshots.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
     def _finish_restoring(self) -> Answer | None:
@@ -200,14 +200,14 @@ class HostedWorker:
             if (
                 (self._tasks, self._exhausted) != (goal.tasks, goal.exhausted)
                 or self._digest != goal.digest
-                or not self._recorder.is_at(goal.random)
+                or not self._snapshots.is_at(goal.random)
             ):
                 raise ReplayError(
                     f"the iterable dataset of worker {self._setup.worker_id} was read again up to batch {goal.tasks}, "
                     "and gave something else than before; to be resumed, it must be made as it was, with the same "
                     "arguments, and give the same each time that it is read, or have state_dict() and load_state_dict()"
                 )
-            self._recorder.restore(goal.random)
+            self._snapshots.restore(goal.random)
         self._unrestored = self._failure is not None
         self._last_task = goal.last_task
         return True
@@ -216,8 +216,8 @@ class HostedWorker:
         """Lets a stream that has loaded the state of its end take that over."""
         with self._keeping_failure(), loading_streams(self._dataset):
             if end_again(self._fetcher, loaded.dataset, loaded.iterator):
-                self._recorder.loaded = None
-            self._recorder.restore(loaded.random)
+                self._snapshots.loaded = None
+            self._snapshots.restore(loaded.random)
 
     def complete(self, answer: Answer, ended: float, idle: float, sending: float) -> None:
         """Adds the news of this worker to an answer that was ready at `ended` (perf_counter()).
@@ -225,7 +225,7 @@ class HostedWorker:
         `idle` and `sending` are the seconds before its task that the process did nothing, and sent the last answer.
         """
         if (restoring := self._restoring) is not None:
-            answer.replay = restoring.done, restoring.total
+            answer.rebuilt = restoring.done, restoring.total
         answer.asked, answer.read = self._reader.was_asked_for, self._reader.read
         answer.state = self._snapshot_if_due(answer.seconds)
         began, fetched, collated = self._began, self._fetched or ended, self._collated or ended
@@ -234,7 +234,7 @@ class HostedWorker:
 
     def _snapshot_if_due(self, seconds: float) -> tuple[Any, ...] | None:
         """A snapshot of the worker, if one is due after these seconds of work."""
-        self._recorder.worked(seconds)
+        self._snapshots.worked(seconds)
         restoring = self._restoring
         if self._unrestored or (restoring is not None and restoring.goal is not None):
             return None
@@ -243,9 +243,9 @@ class HostedWorker:
         self._end_is_told = self._exhausted
         if begins:
             self._restoring = None
-        if not (ends or begins or self._recorder.is_due):
+        if not (ends or begins or self._snapshots.is_due):
             return None
-        return tuple(self._recorder.snapshot(self._iterator, **self._progress()))
+        return tuple(self._snapshots.snapshot(self._iterator, **self._progress()))
 
     def end(self) -> None:
         """Drops the iterator, which may have something to finish, as torch's worker does last."""
@@ -253,7 +253,7 @@ class HostedWorker:
 
     def snapshot(self) -> WorkerState:
         """A snapshot of the worker, as the difference from the last one."""
-        return self._recorder.snapshot(self._iterator, **self._progress())
+        return self._snapshots.snapshot(self._iterator, **self._progress())
 
     def _progress(self) -> dict[str, Any]:
         return {
@@ -274,8 +274,8 @@ class HostedWorker:
         """
         if (ends := self._finish_restoring()) is not None:
             sys.exit(ends.text)  # this call has no other way to say so
-        if self._recorder.loaded is not None and (self._exhausted or getattr(self._fetcher, "ended", False)):
-            self._end_again(self._recorder.loaded)
+        if self._snapshots.loaded is not None and (self._exhausted or getattr(self._fetcher, "ended", False)):
+            self._end_again(self._snapshots.loaded)
         self._epoch, self._exhausted, self._end_is_told = resumed.epoch, False, False
         self._tasks, self._last_task, self._digest = 0, -1, 0
         if self._unrestored and self._failure is not None:
@@ -287,7 +287,7 @@ class HostedWorker:
                 self._tell_epoch(resumed.dataset_epoch)
                 begin_streams(self._dataset)
                 self._create_fetcher()
-        self._recorder.forget()  # answers of an epoch that was broken off
+        self._snapshots.forget()  # answers of an epoch that was broken off
         return self.snapshot()
 
     def _tell_epoch(self, epoch: int | None) -> None:
@@ -295,7 +295,7 @@ class HostedWorker:
         if epoch is not None:
             self._dataset_epoch = epoch
             self._dataset.set_epoch(epoch)
-            self._recorder.renew()
+            self._snapshots.renew()
 
     def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Returns a task's result."""
@@ -303,7 +303,7 @@ class HostedWorker:
             return replace(ends, task_id=task.task_id)
         return self._do(task, arena)
 
-    def replay(self, tasks: list[BuildOrder], is_unwanted: Callable[[], bool]) -> Answer | None:
+    def rebuild(self, tasks: list[BuildOrder], is_unwanted: Callable[[], bool]) -> Answer | None:
         """Rebuilds tasks for a limited time, and keeps the rest. Returns only a result that ends the process."""
         self._unrestored |= self._failure is not None
         if not tasks and self._restoring is None:
@@ -362,7 +362,7 @@ class HostedWorker:
             return Answer(task_id, ResultKind.EXHAUSTED)
         skipped: list[fetching.Skipped] = []
         setup = self._setup
-        has_just_loaded = self._recorder.loaded is not None
+        has_just_loaded = self._snapshots.loaded is not None
         try:
             if setup.seed_batches:
                 # For a stream: its number if no worker's stream had ended; the true one depends on when that happened.
@@ -415,9 +415,9 @@ class HostedWorker:
         setup = self._setup
         collate_into(arena)
         # A dataset may pass a state that it has loaded on to others only when it is iterated.
-        loading = loading_streams(self._dataset) if self._recorder.loaded else contextlib.nullcontext()
+        loading = loading_streams(self._dataset) if self._snapshots.loaded else contextlib.nullcontext()
         if not getattr(self._fetcher, "ended", False):
-            self._recorder.loaded = None
+            self._snapshots.loaded = None
         try:
             left_out = skipped if setup.skip_errors else None
             wanted, only_torchs = from_wire(Wire(*indices)), is_torchs(self._collate_fn)
@@ -474,7 +474,7 @@ class HostedWorker:
     def _create_fetcher(self) -> None:
         setup = self._setup
         if self._is_iterable:
-            self._recorder.iterator_begins()
+            self._snapshots.iterator_begins()
         self._fetcher = fetching.create_fetcher(
             setup.dataset_kind, self._dataset, setup.auto_collation, setup.drop_last
         )

@@ -237,7 +237,7 @@ def _planned(loader: Any, state: State, step: int) -> _Plan:
     place, start = state.position, state.step
     if (state.epoch, step) in state.skip_steps or step >= _STEPS:
         raise _never_came(step)
-    count = checkpoint.goes_on(loader, state, _stream_workers(loader, state))[1]
+    count = checkpoint.continuation(loader, state, _stream_workers(loader, state))[1]
     if not depends:
         if count:
             state = _with_workers(state, lambda _: checkpoint.fresh_worker(state.position))
@@ -255,7 +255,7 @@ def _planned(loader: Any, state: State, step: int) -> _Plan:
         )
     worker_id = step % count
     mine = range(start + (worker_id - start) % count, step + 1, count)
-    again = 0 if place is None else len(place.workers[worker_id].replay)
+    again = 0 if place is None else len(place.workers[worker_id].to_rebuild)
     skipped = sum(epoch == state.epoch and one in mine for epoch, one in state.skip_steps)
     state = _with_workers(state, lambda number: None if number == worker_id else SavedWorker())
     skips = AllBut(mine, step + 1, worker_id, state.skip_steps)
@@ -316,7 +316,7 @@ def _why_it_depends(loader: Any, state: State) -> str:
         return "a stream goes on from batch to batch"
     if has_state(loader.dataset):
         return "the dataset has a state"
-    if held := checkpoint.held_in(loader):
+    if held := checkpoint.generators_of(loader):
         return f"{next(iter(held))} goes on from batch to batch"
     # What `worker_init_fn` makes is in the workers alone.
     is_held = state.position is not None and state.position.remembers

@@ -20,9 +20,9 @@ from rayloader.resume.loaded import RANK, LoadedSamplers
 from rayloader.resume.position import Position
 from rayloader.resume.ranks import in_batches, order_of, share
 from rayloader.resume.samplers import EpochBegin, Samplers, Stage, Start, ranks_in
-from rayloader.resume.saved import Checksums, place_of
+from rayloader.resume.saved import Checksums, saved_place
 from rayloader.resume.skips import SkipSteps
-from rayloader.resume.snapshot import WorkerState, has_state, load_state, told_by
+from rayloader.resume.snapshot import WorkerState, has_state, load_state, own_state_of
 from rayloader.resume.state import (
     VERSIONS,
     Fits,
@@ -54,7 +54,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
     with position.lock:
         stateful = position.stateful
         if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
-            place, num_workers = place_of(position), position.num_workers
+            place, num_workers = saved_place(position), position.num_workers
         epoch, skips = position.epochs_begun - (not position.finished), position.skips.in_order
     if position.follows_break and not position.delivered:
         warnings.warn(
@@ -156,7 +156,7 @@ def load(loader: Any, state: State | list[State]) -> State:
     return state
 
 
-def goes_on(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPlace | None, int]:
+def continuation(loader: Any, state: State | None, num_workers: int) -> tuple[SavedPlace | None, int]:
     """The part of a state's position that a loader of `num_workers` continues, and with how many workers.
 
     The rest of an epoch depends on the workers that began it. The next epoch has new workers, of the loader's own
@@ -200,7 +200,7 @@ def _fits_any_workers(loader: Any, state: State) -> bool:
         return False
     if state.position is None:
         return True
-    return not has_state(loader.dataset) and not held_in(loader) and not search({"": loader.worker_init_fn})
+    return not has_state(loader.dataset) and not generators_of(loader) and not search({"": loader.worker_init_fn})
 
 
 def fits_any_ranks(state: State) -> bool:
@@ -374,14 +374,14 @@ def _length(loader: Any) -> int | None:
 # ---- without workers: what does the work in this process
 
 
-def held_in(loader: Any) -> dict[str, Any]:
+def generators_of(loader: Any) -> dict[str, Any]:
     """The random generators that a loader's dataset and `collate_fn` hold, or their code names, by names."""
     return search({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
 
 
 def capture_random(loader: Any) -> RandomState:
     """The states of the global generators, and of these."""
-    return RandomState.capture(held=held_in(loader))
+    return RandomState.capture(held=generators_of(loader))
 
 
 def _check_generators(here: dict[str, Any], random: RandomState) -> None:
@@ -401,7 +401,7 @@ def capture(loader: Any, loaded: bytes | None) -> LocalState:
     Raises:
         StateError: the dataset's state could not be saved.
     """
-    return LocalState(capture_random(loader), loaded or told_by(loader.dataset))
+    return LocalState(capture_random(loader), loaded or own_state_of(loader.dataset))
 
 
 def restore(loader: Any, saved: LocalState) -> None:
@@ -411,7 +411,7 @@ def restore(loader: Any, saved: LocalState) -> None:
         StateError: the dataset and `collate_fn` hold other generators than those that were saved.
     """
     with as_saved():
-        held = held_in(loader)
+        held = generators_of(loader)
         _check_generators(held, saved.random)
         saved.random.restore((), held)
     with loading_streams(loader.dataset):

@@ -1,7 +1,7 @@
 """The calls made to one worker, its answers, and its snapshots: enough to continue it in another process.
 
 Promise: pure bookkeeping. A worker that starts from `state` and is told `entries` again reaches the position of the
-lost one; a worker that starts from `base` and rebuilds the tasks in `replay` reaches the user's position.
+lost one; a worker that starts from `base` and rebuilds the tasks in `to_rebuild` reaches the user's position.
 
 NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuilds a delivered batch: the digests
 of the two must be equal. So `state` and `base` are snapshots from before the last task
@@ -49,14 +49,14 @@ _NOTHING = Before()
 
 
 class Journal:
-    """The journal of one worker; `base`, `replay` and what the user has taken are of the current epoch."""
+    """The journal of one worker; `base`, `to_rebuild` and what the user has taken are of the current epoch."""
 
     def __init__(self) -> None:
         self.base: WorkerState | None = None  # newest snapshot that the user has passed; None: as `start` makes it
         self._snapshots: deque[WorkerState] = deque()  # after `base`, oldest first
         self._given: dict[int, Task] = {}  # tasks after `base`, ascending
         # Those that the user has taken. Only added to: to remove some, another dict takes its place.
-        self.replay: dict[int, Task] = {}
+        self.to_rebuild: dict[int, Task] = {}
         self._last_answered = -1
         self.last_taken = -1  # task
         self._before = _NOTHING  # dropped once this epoch has something to prove
@@ -109,7 +109,7 @@ class Journal:
         """Whether the worker's batches depend on its earlier ones, even if each batch is seeded by itself."""
         state = self.newest
         if state is None:
-            return bool(self.replay)  # it has not reported what its dataset holds
+            return bool(self.to_rebuild)  # it has not reported what its dataset holds
         return bool(state.dataset or state.iterator or state.random.held)
 
     def given(self, task: Task) -> None:
@@ -124,7 +124,7 @@ class Journal:
         self.begun = False
         self._snapshots.clear()
         self._given.clear()
-        self.replay = {}
+        self.to_rebuild = {}
         self._last_answered = self.last_taken = -1
 
     def reached_begin(self, state: WorkerState) -> None:
@@ -159,7 +159,7 @@ class Journal:
         Calling it twice does no harm, not even after an interrupt in the middle of it, see `_advance`.
         """
         if (task := self._given.get(task_id)) is not None:
-            self.replay[task_id] = task
+            self.to_rebuild[task_id] = task
         self.last_taken = task_id
         self._advance()
         if self._before is not _NOTHING and not may_be_stale(self.base):
@@ -169,13 +169,13 @@ class Journal:
         """The worker continues from the start of an epoch of another run, of which the user had taken nothing."""
         self._before, self.begun = before, False
 
-    def starts_at(self, base: WorkerState | None, replay: Iterable[Task]) -> None:
+    def starts_at(self, base: WorkerState | None, to_rebuild: Iterable[Task]) -> None:
         """The worker continues from where another run's was, with the tasks that the user had taken since."""
         self.base = base
         if base is not None:
             self._last_answered = self.last_taken = base.last_task
-        for task in replay:
-            self._given[task.task_id] = self.replay[task.task_id] = task
+        for task in to_rebuild:
+            self._given[task.task_id] = self.to_rebuild[task.task_id] = task
             self._last_answered = self.last_taken = task.task_id
 
     def _advance(self) -> None:
@@ -186,8 +186,8 @@ class Journal:
         done = -1 if self.base is None else self.base.last_task
         if self._given and next(iter(self._given)) <= done:
             self._given = {task_id: task for task_id, task in self._given.items() if task_id > done}
-        if self.replay and next(iter(self.replay)) <= done:
-            self.replay = {task_id: task for task_id, task in self.replay.items() if task_id > done}
+        if self.to_rebuild and next(iter(self.to_rebuild)) <= done:
+            self.to_rebuild = {task_id: task for task_id, task in self.to_rebuild.items() if task_id > done}
 
 
 def may_be_stale(state: WorkerState | None) -> bool:

@@ -257,8 +257,8 @@ class Draws:
         result = drawn(indices, self._checksum, carried())
         self._checksum = result.checksum
         self.count += 1
-        had = self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)
-        return None if had else result
+        is_the_users = self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)
+        return None if is_the_users else result
 
 
 def new_position(loader: Any, state: State | None, base_seed: int, num_workers: int) -> Position:

@@ -302,7 +302,9 @@ class Samplers:
         """For each sampler, the attributes that have changed since a loader first had it."""
         return tuple(
             tuple(
-                name for name, value in simple_in(sampler).items() if name not in first or not same(value, first[name])
+                name
+                for name, value in simple_in(sampler).items()
+                if name not in first or not is_same_value(value, first[name])
             )
             for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
         )
@@ -436,7 +438,7 @@ def _makes_generator(sampler: Any) -> bool:
     return had is None and not is_quiet(sampler)
 
 
-def same(a: Any, b: Any) -> bool:
+def is_same_value(a: Any, b: Any) -> bool:
     """Whether two values of such an attribute are the same; NaN is itself."""
     return bool(a == b) or (a != a and b != b)
 

@@ -19,7 +19,7 @@ from rayloader.resume.journal import Journal, may_be_stale
 from rayloader.resume.position import DrawnAgain, Position
 from rayloader.resume.ranks import iterator_of
 from rayloader.resume.samplers import OwnState, Start
-from rayloader.resume.snapshot import has_state, told_by
+from rayloader.resume.snapshot import has_state, own_state_of
 from rayloader.resume.state import (
     SavedPlace,
     SavedWorker,
@@ -66,11 +66,11 @@ def _worker_of(journal: Journal, *, is_compared: bool) -> SavedWorker:
         raise StateError(f"a worker's dataset could not save its state:\n{base.error}")
     if is_compared and not may_be_stale(base):
         before = None
-    replay = [(task.task_id, task.digest) for task in journal.replay.values()]
-    return SavedWorker(WorkerStart(base, before), journal.remembers, tuple(replay))  # type: ignore[arg-type]  # taken
+    to_rebuild = [(task.task_id, task.digest) for task in journal.to_rebuild.values()]
+    return SavedWorker(WorkerStart(base, before), journal.remembers, tuple(to_rebuild))  # type: ignore[arg-type]  # taken
 
 
-def place_of(position: Position) -> SavedPlace:
+def saved_place(position: Position) -> SavedPlace:
     """A position, for a state.
 
     Raises:
@@ -86,7 +86,7 @@ def place_of(position: Position) -> SavedPlace:
         last -= 1
     stream = position.stream
     if stream is not None and stream.iterator is not None:
-        stream = replace(stream, iterator=None, told=stream.told or told_by(stream.iterator))
+        stream = replace(stream, iterator=None, state=stream.state or own_state_of(stream.iterator))
     return SavedPlace(
         position.begin,
         stream,
@@ -119,14 +119,16 @@ def move_to(position: Position, saved: SavedPlace) -> Any:
     position.delivered, position.skipped, position.finished = saved.delivered, saved.skipped, saved.finished
     position._ahead = dict.fromkeys(saved.ahead, saved.checksum)
     position.stateful = any(start.own != OwnState() for start in position.begin.starts)
-    told: dict[int, codec.Encoded | None] = {id_: None for worker in saved.workers for id_, _ in worker.replay}
-    iterator = iter(()) if position.finished and not told else _draw_again(position, saved, told)
+    indices_of: dict[int, codec.Encoded | None] = {
+        id_: None for worker in saved.workers for id_, _ in worker.to_rebuild
+    }
+    iterator = iter(()) if position.finished and not indices_of else _draw_again(position, saved, indices_of)
     for journal, worker in zip(position.journals, saved.workers, strict=True):
         base = worker.start.state
         if base is not None:  # later tasks come after what it has built, whatever their numbers
             base = base._replace(last_task=min(base.last_task, position.next_task - 1))
         # Without order a worker may be ahead of what was drawn again; then nothing depends on its earlier batches.
-        known = [(task_id, told[task_id], digest) for task_id, digest in worker.replay]
+        known = [(task_id, indices_of[task_id], digest) for task_id, digest in worker.to_rebuild]
         again = [Task(number, Drawn(indices, 0), digest=digest) for number, indices, digest in known if indices]
         journal.starts_at(base, again)
         if worker.start.before is not None:
@@ -134,8 +136,8 @@ def move_to(position: Position, saved: SavedPlace) -> Any:
     return iterator
 
 
-def _draw_again(position: Position, saved: SavedPlace, told: dict[int, codec.Encoded | None]) -> Any:
-    """The sampler's iterator at the position; fills in the indices for the tasks in `told`. See `samplers.py`."""
+def _draw_again(position: Position, saved: SavedPlace, indices_of: dict[int, codec.Encoded | None]) -> Any:
+    """The sampler's iterator at the position; fills in the indices for the tasks in `indices_of`. See `samplers.py`."""
     expected = {position.next_task: saved.checksum, saved.drawn: saved.drawn_checksum}
     position._draws, position.checksum = saved.draws, saved.checksum
     for start in position.begin.starts:
@@ -145,7 +147,7 @@ def _draw_again(position: Position, saved: SavedPlace, told: dict[int, codec.Enc
             if start.drawing is not None:
                 position.samplers.move_to(start.drawing)
             if position.iterable:  # its indices carry no information, and are all the same
-                told.update(dict.fromkeys(told, codec.encode(next(iterator)) if told else None))
+                indices_of.update(dict.fromkeys(indices_of, codec.encode(next(iterator)) if indices_of else None))
                 return iterator
             given = iterator if start.first is None else itertools.chain([start.first], iterator)
             checksums, ahead = Checksums(expected), []
@@ -153,8 +155,8 @@ def _draw_again(position: Position, saved: SavedPlace, told: dict[int, codec.Enc
                 encoded = checksums.add(indices)
                 if task_id >= position.next_task:
                     ahead.append(copy.deepcopy(indices))  # the sampler may reuse its list
-                elif task_id in told:
-                    told[task_id] = encoded
+                elif task_id in indices_of:
+                    indices_of[task_id] = encoded
             if checksums.as_expected:
                 return DrawnAgain(ahead, iterator, ended=checksums.count < position._draws)
     raise StateError(

@@ -239,7 +239,7 @@ def dump_state(obj: Any) -> bytes:
         raise
 
 
-def told_by(obj: Any) -> bytes | None:
+def own_state_of(obj: Any) -> bytes | None:
     """The same, in this process; None if the object has no state.
 
     Raises:

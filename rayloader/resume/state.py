@@ -34,7 +34,7 @@ from rayloader.task import Step, Task
 from rayloader.transport import codec
 from rayloader.transport.pickler import ByIdPickler, dumped
 
-FORMAT, VERSION = "rayloader", 18
+FORMAT, VERSION = "rayloader", 19
 # What a state of an earlier version would continue otherwise, by the version that has changed it.
 CHANGED = {16: 'seeding="batch" draws other random numbers'}
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
@@ -86,7 +86,7 @@ class Stream:
 
     Attributes:
         begin: the generators before it was created; None if it need not be read again.
-        told: the state of an iterator that has one, when the loader's state was saved; also in the iterator that has
+        state: of an iterator that has one, when the loader's state was saved; also in the iterator that has
             loaded it, until that is asked for a sample.
         digest: of the batches of a stream that must be read again.
         ended: whether it has ended in the middle of the last batch.
@@ -94,7 +94,7 @@ class Stream:
     """
 
     begin: RandomState | None = None
-    told: bytes | None = None
+    state: bytes | None = None
     digest: int = 0
     ended: bool = False
     iterator: Any = None
@@ -113,12 +113,12 @@ class SavedWorker(NamedTuple):
     Attributes:
         start: where another process starts.
         remembers: see `Journal.remembers`.
-        replay: what it builds again from there: numbers of tasks, with the digests of the delivered batches.
+        to_rebuild: what it builds again from there: numbers of tasks, with the digests of the delivered batches.
     """
 
     start: WorkerStart = WorkerStart()
     remembers: bool = False
-    replay: tuple[tuple[int, int], ...] = ()
+    to_rebuild: tuple[tuple[int, int], ...] = ()
 
 
 class SavedPlace(NamedTuple):
@@ -405,7 +405,7 @@ def _packed_place(place: SavedPlace, known: Packed) -> dict[str, Any]:
         if stream is None
         else {
             "begin": stream.begin and _part(known, "stream", stream.begin, _RANDOM.pack),
-            "told": _OBJECT.pack(stream.told),
+            "state": _OBJECT.pack(stream.state),
             "digest": stream.digest,
             "ended": stream.ended,
         },
@@ -419,7 +419,7 @@ def _packed_place(place: SavedPlace, known: Packed) -> dict[str, Any]:
 def _unpack_stream(packed: dict[str, Any]) -> Stream:
     return Stream(
         _maybe(_RANDOM).unpack(packed["begin"]),
-        _OBJECT.unpack(packed["told"]),
+        _OBJECT.unpack(packed["state"]),
         packed["digest"],
         packed["ended"],
     )

@@ -131,8 +131,8 @@ class Channel(ABC):
         """`WorkerProcess.run`; its number is `process.calls`. Pass the return value to `received`."""
 
     @abstractmethod
-    def replay(self, tasks: Sequence[Task]) -> None:
-        """`WorkerProcess.replay`; its number is `process.calls`."""
+    def rebuild(self, tasks: Sequence[Task]) -> None:
+        """`WorkerProcess.rebuild`; its number is `process.calls`."""
 
     @abstractmethod
     def resume(self, resumed: Resumed) -> None:
@@ -182,8 +182,8 @@ class Channel(ABC):
         self.close()
         return ProcessLost(self.process, error)
 
-    def _replay(self, tasks: Sequence[Task]) -> tuple[Any, ...]:
-        """The message to `WorkerProcess.replay`."""
+    def _to_rebuild(self, tasks: Sequence[Task]) -> tuple[Any, ...]:
+        """The message to `WorkerProcess.rebuild`."""
         self.process.calls += 1
         again = [(task.task_id, in_message(task.indices.encoded), task.digest) for task in tasks]
         return self.process.calls, again
@@ -215,9 +215,9 @@ class LineCalls(Channel):
         return lent
 
     @override
-    def replay(self, tasks: Sequence[Task]) -> None:
+    def rebuild(self, tasks: Sequence[Task]) -> None:
         carries = any(task.indices.encoded.carried for task in tasks)
-        self._send((Down.REPLAY, *self._replay(tasks)), carries=carries)
+        self._send((Down.REBUILD, *self._to_rebuild(tasks)), carries=carries)
 
     @override
     def resume(self, resumed: Resumed) -> None:

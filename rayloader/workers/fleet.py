@@ -98,7 +98,7 @@ class Worker:
         Returns:
             The number of the call.
         """
-        self._mailbox.to(self.host).replay(tasks)
+        self._mailbox.to(self.host).rebuild(tasks)
         return self.host.calls
 
     def resume(self, resumed: Resumed) -> None:

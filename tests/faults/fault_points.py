@@ -173,7 +173,7 @@ class Stream(Augmented, IterableDataset):
         if worker_id == STRUCK:
             self.faults.strike("__iter__")
             if self.faults.struck():
-                self.faults.strike("replay")
+                self.faults.strike("rebuild")
         for first in range(BATCH_SIZE * worker_id, SAMPLES, 2 * BATCH_SIZE):
             for index in range(first, first + BATCH_SIZE):
                 yield self.sample(index, "__next__")

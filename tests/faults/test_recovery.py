@@ -92,7 +92,7 @@ def test_a_sampler_may_overwrite_its_indices_and_what_is_lost_is_told_again_as_i
     [
         ("map", "replacement's worker_init_fn"),
         pytest.param("iterable", "replacement's worker_init_fn", marks=pytest.mark.full),
-        pytest.param("iterable", "replay", marks=pytest.mark.full),
+        pytest.param("iterable", "rebuild", marks=pytest.mark.full),
     ],
 )
 def test_killed_again_while_recovering(faults, kind, again, caplog):

@@ -282,7 +282,7 @@ def test_what_is_rebuilt_and_the_next_epoch_are_answered_in_their_turn(any_peer)
     task = any_peer.run(("value", 6))
     again, begun, answer = any_peer.hear(3)
     assert again[:2] == (Up.ANSWER, replayed)
-    assert (Answer(*again[2]).kind, Answer(*again[2]).replay) == (ResultKind.REBUILT, (1, 1))
+    assert (Answer(*again[2]).kind, Answer(*again[2]).rebuilt) == (ResultKind.REBUILT, (1, 1))
     assert begun[:2] == (Up.BEGUN, resumed)
     assert (WorkerState(*begun[2]).epoch, WorkerState(*begun[2]).tasks) == (1, 0)
     assert answer[1] == task.call
@@ -388,7 +388,7 @@ def test_a_line_that_nobody_can_reach_is_refused_and_ray_calls_take_its_place(pe
 class Waiting(Channel):
     """Waits for one descriptor, and does nothing else."""
 
-    start = run = replay = resume = close = lambda *_: None
+    start = run = rebuild = resume = close = lambda *_: None
     lane = ""
 
     def __init__(self, descriptor, mailbox):

@@ -455,7 +455,7 @@ def test_a_map_style_dataset_is_read_again_from_the_last_snapshot_on(tmp_path):
     loader = make(arguments, 2)
     loader.load_state_dict(read(saved))
     assert list(loader) == rest == list(range(25, 40))
-    again = [task_id for worker in State.load(read(saved)).position.workers for task_id, _ in worker.replay]
+    again = [task_id for worker in State.load(read(saved)).position.workers for task_id, _ in worker.to_rebuild]
     assert sorted(map(int, mail.waiting())) == sorted(again + rest)
     assert {22, 23, 24} <= set(again) <= set(range(3, 25))  # of each worker the last one at least, to be compared
     mail.close()

@@ -122,7 +122,7 @@ class Waiting:
         assert mail.receive() == ["waits"]
         assert all(self.user.took.acquire(timeout=LIMIT) for _ in range(TAKEN))
 
-    def goes_on(self, gate):
+    def continuation(self, gate):
         assert self.user.is_alive()
         gate.open()
         self.user.join(LIMIT)
@@ -147,7 +147,7 @@ def test_an_iterator_is_collected_while_another_waits(accelerator, gate, mail, p
     assert not collector.is_alive()
     assert collected() is None
     assert [batch.item() for batch in loader] == list(range(20))
-    waiting.goes_on(gate)
+    waiting.continuation(gate)
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
@@ -156,7 +156,7 @@ def test_the_last_reference_of_the_program_goes_while_the_iterator_waits(acceler
     waiting = Waiting(gate, mail, pin_memory=pin_memory)
     waiting.user.iterator = None
     gc.collect()
-    waiting.goes_on(gate)
+    waiting.continuation(gate)
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])

@@ -193,7 +193,7 @@ def test_the_nearest_state_counts(monkeypatch):
 
 
 def test_a_batch_seeded_by_itself_is_built_at_once(monkeypatch):
-    monkeypatch.setattr(checkpoint, "held_in", lambda _: [])  # modules of other tests hold generators
+    monkeypatch.setattr(checkpoint, "generators_of", lambda _: [])  # modules of other tests hold generators
     run = run_of(seeding="batch", epochs=1)
     for state in run.states[:3]:
         rebuilding = rebuild.Reconstruction(again(seeding="batch"), loaded([state]), 0, 8)

@@ -159,10 +159,10 @@ class Process:
         self.calls += 1
         self._tell("run", task.task_id, task.indices.indices)
 
-    def replay(self, tasks: Sequence[Task]) -> None:
+    def rebuild(self, tasks: Sequence[Task]) -> None:
         self.calls += 1
         again = [(task.task_id, task.indices.indices, task.digest) for task in tasks]
-        self._tell("replay", [task_id for task_id, *_ in again], again)
+        self._tell("rebuild", [task_id for task_id, *_ in again], again)
 
     def resume(self, resumed: Resumed) -> None:
         self.calls += 1
@@ -242,7 +242,7 @@ class Process:
             answer.state = tuple(hosted.state._replace(exhausted=ended))
         answer.seconds = self.fleet.seconds
         answer.spent = pack_spent(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0)
-        answer.replay = hosted.rebuilt, hosted.to_rebuild
+        answer.rebuilt = hosted.rebuilt, hosted.to_rebuild
         return replace(answer, **self.fleet.news)
 
     def _do_replay(self, call: int, _: Any, again: list[Any]) -> tuple[Any, ...]:

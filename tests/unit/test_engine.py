@@ -583,7 +583,7 @@ def test_what_was_built_is_rebuilt_in_order_before_anything_new(begin):
     assert rebuilt == list(range(len(rebuilt)))
     (process,) = epoch.fleet.hosts
     kinds = [message[0] for message in process.log]
-    assert kinds.index("run") > kinds.index("replay")
+    assert kinds.index("run") > kinds.index("rebuild")
 
 
 def test_the_progress_of_a_long_rebuilding_is_told_and_less_and_less_often(begin, caplog):

@@ -27,7 +27,7 @@ def journal_of(*task_ids, answered=(), snapshots=(), **state):
 
 def at(journal):
     entries = [entry.task_id if isinstance(entry, Task) else entry for entry in journal.entries]
-    return journal.state and journal.state.last_task, entries, [*journal.replay]
+    return journal.state and journal.state.last_task, entries, [*journal.to_rebuild]
 
 
 # ---- where to go on
@@ -53,7 +53,7 @@ def test_at_least_one_task_that_was_taken_is_built_again():
     assert (journal.base, at(journal)[2]) == (None, [0])
     journal.taken(2)
     assert (journal.base.last_task, at(journal)[2]) == (0, [2])
-    assert [entry.digest for entry in journal.replay.values()] == [102]
+    assert [entry.digest for entry in journal.to_rebuild.values()] == [102]
     journal.taken(4)
     assert (journal.base.last_task, at(journal)) == (2, (2, [4, 6], [4]))
 
@@ -64,7 +64,7 @@ def test_also_where_the_dataset_has_a_state_which_may_leave_something_out(state)
     assert at(journal) == (0, [2, 4], [])
     journal.taken(0)
     assert journal.base is None
-    assert [*journal.replay] == [0]
+    assert [*journal.to_rebuild] == [0]
 
 
 def test_but_not_where_there_is_nothing_to_prove():
@@ -72,7 +72,7 @@ def test_but_not_where_there_is_nothing_to_prove():
     assert at(journal) == (2, [4], [])
     journal.taken(0)
     assert journal.base.last_task == 0
-    assert journal.replay == {}
+    assert journal.to_rebuild == {}
 
 
 def test_a_snapshot_is_told_as_what_has_changed():

@@ -10,7 +10,7 @@ from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
-from rayloader.resume.saved import move_to, place_of
+from rayloader.resume.saved import move_to, saved_place
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport import codec
@@ -86,7 +86,7 @@ def test_another_position_goes_on_where_this_one_is():
     take(position, checksums, 0, 1, 2)
     rest = [next(iterator) for _ in range(4)]
     again, _ = begun(seed=99)
-    found = list(move_to(again, place_of(position)))
+    found = list(move_to(again, saved_place(position)))
     assert (again.next_task, again.next_worker, again.delivered) == (3, 1, 3)
     assert found[3:] == rest  # the first three were drawn ahead and not taken
     assert len(found) == 7
@@ -95,7 +95,7 @@ def test_another_position_goes_on_where_this_one_is():
 def test_a_sampler_that_gives_others_is_refused():
     position, iterator = begun()
     take(position, draw(position, iterator, 6), 0, 1)
-    saved = place_of(position)
+    saved = saved_place(position)
     with pytest.raises(StateError, match="did not reproduce its indices"):
         move_to(begun()[0], saved._replace(checksum=saved.checksum ^ 1))
 
@@ -104,7 +104,7 @@ def test_nothing_can_be_told_before_the_workers_have_begun():
     position, _ = begun()
     position.journals[1].begun = False
     with pytest.raises(StateError, match="before its workers had reported their state"):
-        place_of(position)
+        saved_place(position)
 
 
 # ---- the workers of a state
@@ -129,10 +129,10 @@ def test_what_is_packed_bit_by_bit_is_what_is_packed_at_once():
             journal.reached(WorkerState(last_task=6, dataset=DATASET))
         journal.taken(task_id)
         if task_id % 3:  # otherwise two come at once
-            worker, again = place_of(position).workers[0], begun()[0]
+            worker, again = saved_place(position).workers[0], begun()[0]
             again.journals[0] = journal
-            assert worker.replay == place_of(again).workers[0].replay
-    assert worker.replay == ((7, 107), (8, 108))
+            assert worker.to_rebuild == saved_place(again).workers[0].to_rebuild
+    assert worker.to_rebuild == ((7, 107), (8, 108))
     assert worker.start.state.last_task == 6
 
 
@@ -146,11 +146,11 @@ def test_another_journal_begins_where_this_one_is(dataset):
     for task_id in (1, 2):
         position.taken(0, task_id, checksums[task_id])
     again, _ = begun(seed=99)
-    move_to(again, place_of(position))
+    move_to(again, saved_place(position))
     journal = again.journals[0]
-    assert [(told.task_id, told.digest) for told in journal.replay.values()] == [(2, 102)]
+    assert [(told.task_id, told.digest) for told in journal.to_rebuild.values()] == [(2, 102)]
     assert journal.base.last_task == 1
-    assert place_of(again).workers[0].replay == place_of(position).workers[0].replay
+    assert saved_place(again).workers[0].to_rebuild == saved_place(position).workers[0].to_rebuild
 
 
 def test_a_workers_error_is_raised_until_it_has_a_state():
@@ -161,4 +161,4 @@ def test_a_workers_error_is_raised_until_it_has_a_state():
     position.journals[0].taken(1)
     for _ in range(2):
         with pytest.raises(StateError, match="KeyError: no state"):
-            place_of(position)
+            saved_place(position)

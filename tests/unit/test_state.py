@@ -86,7 +86,7 @@ def test_a_loaded_state_holds_what_the_saved_one_held(way):
     assert loaded.fits == saved.fits
     places = [state.position._replace(begin=None, stream=None, workers=None) for state in (loaded, saved)]
     assert places[0] == places[1]
-    assert loaded.position.workers[1].replay == ((4, 7), (6, 8))
+    assert loaded.position.workers[1].to_rebuild == ((4, 7), (6, 8))
     told, resumed = loaded.position.workers[1].start.before.entries
     assert (told.task_id, told.indices.encoded.skeleton, told.digest) == (4, codec.encode([5, 6]).skeleton, 7)
     assert resumed == Resumed(2, 5)
