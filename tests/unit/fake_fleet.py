@@ -245,7 +245,7 @@ class Process:
         answer.rebuilt = hosted.rebuilt, hosted.to_rebuild
         return replace(answer, **self.fleet.news)
 
-    def _do_replay(self, call: int, _: Any, again: list[Any]) -> tuple[Any, ...]:
+    def _do_rebuild(self, call: int, _: Any, again: list[Any]) -> tuple[Any, ...]:
         hosted = self.hosted
         hosted.left.extend((call, *task) for task in again)
         hosted.to_rebuild += len(again)
