@@ -34,15 +34,6 @@ class OwnBytes(bytes):
     pass
 
 
-class Twice(tuple):
-    """Made from something else than its items."""
-
-    def __new__(cls, item):
-        made = super().__new__(cls, (item, item))
-        made.item = item
-        return made
-
-
 class Pair(ctypes.Structure):
     _fields_ = [("a", ctypes.c_int), ("b", ctypes.c_double)]
 
@@ -74,7 +65,6 @@ KINDS = {
     "bytes": lambda: b"abc",
     "long bytes": lambda: b"x" * 1000,
     "own bytes": lambda: OwnBytes(b"abc"),
-    "own tuple": lambda: Twice(4),
     "bytearray": lambda: bytearray(b"abc"),
     "array": lambda: array.array("q", [1000, 1001]),
     "ctypes number": lambda: ctypes.c_ushort(5),
