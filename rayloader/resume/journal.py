@@ -6,7 +6,8 @@ lost one; a worker that starts from `base` and rebuilds the tasks in `to_rebuild
 NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuilds a delivered batch: the digests
 of the two must be equal. So `state` and `base` are snapshots from before the last task
 that was answered, or taken, and at least that one is rebuilt, also where the dataset has a state of its own, which may
-leave something out. If nothing of an epoch was answered, or taken,
+leave something out. Only the first such state of a worker is a `base` at once: without one, another run would begin with
+what its own dataset holds. If nothing of an epoch was answered, or taken,
 it is one of the previous epoch: the snapshot of the epoch's start proves nothing. With a state of the dataset's own it
 may be used all the same, unless it may be stale: then the previous epoch is gone through again until there is another
 one, from where something was built after. And for a stream that has ended nothing can be built.
@@ -178,9 +179,15 @@ class Journal:
             self._given[task.task_id] = self.to_rebuild[task.task_id] = task
             self._last_answered = self.last_taken = task.task_id
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether the next snapshot is the first one with a state of the dataset's own, and the user is there."""
+        state = self._snapshots[0]
+        return self.base is None and state.has_own and state.last_task == self.last_taken
+
     def _advance(self) -> None:
         # Python lets signal handlers run when a call returns: none comes between steps that belong together here.
-        while self._snapshots and _is_before(self._snapshots[0], self.last_taken):
+        while self._snapshots and (_is_before(self._snapshots[0], self.last_taken) or self._is_first):
             self.base = self._snapshots[0]
             del self._snapshots[0]
         done = -1 if self.base is None else self.base.last_task

@@ -63,8 +63,11 @@ def test_also_where_the_dataset_has_a_state_which_may_leave_something_out(state)
     journal = journal_of(0, 2, 4, answered=(0, 2), snapshots=(0, 2), **state)
     assert at(journal) == (0, [2, 4], [])
     journal.taken(0)
-    assert journal.base is None
-    assert [*journal.to_rebuild] == [0]
+    assert (journal.base.last_task, [*journal.to_rebuild]) == (0, []), (
+        "the first one is all that is known of the dataset"
+    )
+    journal.taken(2)
+    assert (journal.base.last_task, [*journal.to_rebuild]) == (0, [2])
 
 
 def test_but_not_where_there_is_nothing_to_prove():
