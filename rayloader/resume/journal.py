@@ -3,14 +3,14 @@
 Promise: pure bookkeeping. A worker that starts from `state` and is told `entries` again reaches the position of the
 lost one; a worker that starts from `base` and rebuilds the tasks in `to_rebuild` reaches the user's position.
 
-NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuilds a delivered batch: the digests
-of the two must be equal. So `state` and `base` are snapshots from before the last task
-that was answered, or taken, and at least that one is rebuilt, also where the dataset has a state of its own, which may
-leave something out. Only the first such state of a worker is a `base` at once: without one, another run would begin with
-what its own dataset holds. If nothing of an epoch was answered, or taken,
-it is one of the previous epoch: the snapshot of the epoch's start proves nothing. With a state of the dataset's own it
-may be used all the same, unless it may be stale: then the previous epoch is gone through again until there is another
-one, from where something was built after. And for a stream that has ended nothing can be built.
+NOTE [Proof]. Whether a worker has been restored correctly shows when it rebuilds a delivered batch: the digests of the
+two must be equal. So `state` and `base` are snapshots from before the last task that was answered, or taken, and at
+least that one is rebuilt, also where the dataset has a state of its own, which may leave something out. Only the first
+such state of a worker is a `base` at once: without one, another run would begin with what its own dataset holds. If
+nothing of an epoch was answered, or taken, it is one of the previous epoch: the snapshot of the epoch's start proves
+nothing. With a state of the dataset's own it may be used all the same, unless it may be stale: then the previous epoch
+is gone through again until there is another one, from where something was built after. And for a stream that has ended
+nothing can be built.
 """
 
 from __future__ import annotations
