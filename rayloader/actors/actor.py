@@ -78,7 +78,7 @@ def wait_for(refs: Sequence[Any], timeout: float) -> list[Any]:
     bell = Bell()
     answers = [RayAnswer(ref, bell) for ref in refs]
     until = time.monotonic() + timeout
-    while NONE_YET in [answer.value for answer in answers] and (left := until - time.monotonic()) > 0:
+    while any(answer.value is NONE_YET for answer in answers) and (left := until - time.monotonic()) > 0:
         bell.wait(left)
     return [answer.value for answer in answers]
 

@@ -458,7 +458,7 @@ class Engine:
         return worker.rebuilding is not None or bool(worker.unanswered)
 
     def _begins(self, worker: Worker) -> bool:
-        """Whether it was told of this epoch, and has not reported where it begins it."""
+        """Whether it was told of this epoch, and has not reported its state at the start."""
         return not worker.journal.begun and not worker.away
 
     @change

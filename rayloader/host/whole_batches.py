@@ -43,12 +43,7 @@ def whole_batch(dataset: Any, indices: Any) -> Any:
         dataset: any.
         indices: of a batch, as the sampler gave them.
     """
-    if (
-        type(dataset) not in _SELECTS
-        or type(indices) is not list
-        or len(indices) < FEWEST
-        or set(map(type, indices)) != {int}
-    ):
+    if type(indices) is not list or len(indices) < FEWEST or set(map(type, indices)) != {int}:
         return None
     if not _IS_TORCHS or any(getattr(kind, name, None) is not method for kind, name, method in _METHODS):
         return None

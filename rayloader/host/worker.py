@@ -299,7 +299,7 @@ class HostedWorker:
 
     def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Returns a task's result."""
-        if self._restoring is not None and (ends := self._finish_restoring()) is not None:
+        if (ends := self._finish_restoring()) is not None:
             return replace(ends, task_id=task.task_id)
         return self._do(task, arena)
 
