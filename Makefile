@@ -23,7 +23,7 @@ FILES_others := $(addprefix tests/,$(sort $(filter-out $(PARTS),$(FOLDERS))))
 PYTEST := $(PY) -m pytest $(SELECTED)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-versions docs chaos bench bench-quick bench-check lint format types clean $(PARTS)
+.PHONY: help demo test test-full test-versions docs chaos mutants bench bench-quick bench-check lint format types clean $(PARTS)
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -50,6 +50,9 @@ docs: $(DOCS_READY) ## build the documentation site in build/docs
 
 chaos: $(READY) ## kill workers and whole Ray nodes at random for some minutes; every batch must come, once and the same
 	@$(PY) tests/chaos/chaos.py
+
+mutants: $(READY) ## put 300 small faults into the library, one at a time, and count those that the tests notice; takes hours
+	@$(PY) tests/mutants/mutants.py
 
 bench: $(BENCH_READY) ## every benchmark, beside torch's loader and others: table, JSON and plot in benchmarks/results
 	@$(PY) benchmarks/run_all.py
