@@ -27,6 +27,7 @@ def epochs(count):
                 loader.sampler.set_epoch(epoch)
             rec.epoch(loader)
 
+    script.epochs = count  # a plain run: see disturbances.py
     return script
 
 

@@ -1,10 +1,14 @@
-"""One side of the conformance suite in a process of its own: started, and its records read when they are needed."""
+"""The sides of the conformance suite: ours by each way that batches take, and one in a process of its own."""
 
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+# How our batches travel: whether there are arenas, where even the smallest buffer has a slot; "tcp" as if the workers
+# were on another machine; "fork" from forks of this process.
+LANES = {"store": "0", "arena": "1", "tcp": "1", "fork": "1"}
+ALWAYS = "store", "arena", "fork"  # not in full runs only
 FOLDER = Path(__file__).parent
 LIMIT = 920.0  # seconds for a side; reference.py gives up before and prints its stacks
 

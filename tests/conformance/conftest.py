@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance_side import FOLDER, Records
+from conformance_side import FOLDER, LANES, Records
 
 side = pytest.StashKey[Records]()
 
@@ -26,3 +26,17 @@ def pytest_collection_finish(session):
 def reference(request):
     """Torch's records of the cases that were selected, by name."""
     return request.config.stash[side].read()
+
+
+@pytest.fixture
+def lane(request, monkeypatch):
+    """The way that the batches take in this test."""
+    from rayloader.actors import actors
+    from rayloader.transport import lanes
+    from rayloader.workers import ray_use
+
+    monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
+    monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(actors, "LOCAL_LINES", request.param != "tcp")
+    monkeypatch.setattr(ray_use, "is_used", lambda: request.param != "fork")
+    return request.param

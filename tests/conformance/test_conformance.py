@@ -12,11 +12,8 @@ import torch.utils.data
 
 from conformance_cases import CASES
 from conformance_record import first_difference, record
-from conformance_side import Records
-from rayloader.actors import actors
+from conformance_side import ALWAYS, LANES, Records
 from rayloader.actors.actors import ActorLine, RayCalls, TcpCalls
-from rayloader.transport import lanes
-from rayloader.workers import ray_use
 from rayloader.workers.forks import ForkCalls
 from reference import SPAWNED
 
@@ -33,12 +30,6 @@ def loader_class(request):
     return DataLoader
 
 
-# How the batches travel: whether there are arenas, where even the smallest buffer has a slot; "tcp" as if the workers
-# were on another machine; "fork" from forks of this process.
-LANES = {"store": "0", "arena": "1", "tcp": "1", "fork": "1"}
-ALWAYS = "store", "arena", "fork"  # not in full runs only
-
-
 def in_all_ways():
     """Each case in one way, in turn, and in all others in a full run; without workers there is no way."""
     for number, case in enumerate(CASES):
@@ -52,16 +43,6 @@ def in_all_ways():
         if case.actors is None:
             continue
         yield pytest.param(case, "tcp", id=f"{case.name}-tcp", marks=() if case.name == FRESH else pytest.mark.full)
-
-
-@pytest.fixture
-def lane(request, monkeypatch):
-    """The way that the batches take in this test."""
-    monkeypatch.setenv(lanes.ARENAS_VARIABLE, LANES[request.param])
-    monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
-    monkeypatch.setattr(actors, "LOCAL_LINES", request.param != "tcp")
-    monkeypatch.setattr(ray_use, "is_used", lambda: request.param != "fork")
-    return request.param
 
 
 @pytest.mark.parametrize(("case", "lane"), list(in_all_ways()), indirect=["lane"])

@@ -1,0 +1,65 @@
+"""What a loader gives when something happens in the middle of a run: the same batches, in all ways and from all points.
+
+A story is a case, the way that its batches travel, what happens (disturbances.py), and where in the run. A sample has
+one of each case, so that each disturbance meets each way and each kind of point; it is drawn by a seed, that of the
+variable RAYLOADER_STORIES. A full run has every disturbance of each case.
+"""
+
+import os
+import random
+
+import pytest
+
+from conformance_cases import CASES
+from conformance_record import first_difference
+from conformance_side import ALWAYS
+from disturbances import EVERYWHERE, WITH_WORKERS, Run, run_of
+
+SEED = int(os.environ.get("RAYLOADER_STORIES", "0"))
+POINTS = (0, 0), (0, 1), (1, 0), (1, 2), (0, 99)  # epoch and step: before the first batch, later, at the end
+
+# Where a run that is loaded again cannot be the same, and why.
+NOT_THE_SAME = {
+    "batch_generator": "a generator gives one epoch in one program, and a second one in another",
+    "sampler_raises_once": "its sampler raises again where it is read again",
+    "own_state-w0": "without workers, what the dataset has counted is the program's to save",
+    "private_writes-w0": "without workers, what the dataset has written is the program's to save",
+}
+# Whose batches depend on attributes of objects that nobody saves: they are the same, or an error.
+HIDDEN = "collate_object", "init_bound", "own_state", "private_writes"
+
+
+def stories():
+    """Each case with each disturbance; in a sample with one."""
+    chance, number = random.Random(SEED), 0
+    for case in CASES:
+        if case.unordered or case.contexts or not hasattr(case.script, "epochs"):
+            continue
+        if any(case.name.startswith(name) for name in NOT_THE_SAME):
+            continue
+        disturbances = EVERYWHERE if case.name.endswith("-w0") else WITH_WORKERS
+        ways = ALWAYS if case.actors == "fork" else ("fork",)
+        first, at = chance.randrange(30), chance.randrange(5)
+        for place in range(len(disturbances)):
+            happens, way = disturbances[(first + place) % len(disturbances)], ways[(first + number) % len(ways)]
+            point = POINTS[(at + place) % len(POINTS)]
+            name = f"{case.name}-{way}-{happens.__name__}-{point[0]}.{point[1]}"
+            yield pytest.param(case, way, happens, point, id=name, marks=pytest.mark.full if place or case.full else ())
+            number += 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # those that torch gives, too: see test_conformance.py
+@pytest.mark.parametrize(("case", "lane", "happens", "point"), list(stories()), indirect=["lane"])
+def test_the_batches_are_those_of_an_undisturbed_run(case, lane, happens, point, reference, ray_session):
+    from rayloader import DataLoader
+
+    run = Run(case, DataLoader)
+    events = run.play(happens, *point)
+    expected = run_of(reference[case.name], run.compared)
+    if case.name.startswith(HIDDEN):
+        refused = [label for label, described in events if described.get("type") == "rayloader.errors.ReplayError"]
+        expected = [event for event in expected if f"{event[0]}: error" not in refused]
+        events = [event for event in events if event[0] not in refused]
+    difference = first_difference(expected, events)
+    if difference:
+        pytest.fail(difference, pytrace=False)
