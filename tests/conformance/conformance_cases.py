@@ -35,6 +35,7 @@ import conformance_callables as calls
 import conformance_datasets as data
 import conformance_iterables as streams
 import conformance_scripts as scripts
+import conformance_stateful as stateful
 from conformance_callables import seeded
 
 WORKERS = ("0", "1", "1p", "2", "2p", "3", "3p")
@@ -54,6 +55,7 @@ class Case:
         contexts: Context managers around construction and script.
         full: In a full run only.
         actors: What actors are compared with: torch's workers that are forked or spawned; None: with nothing.
+        again: Builds the arguments of a loader that goes on from a state of the first one; None: as `make` does.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Case:
     contexts: tuple[Callable[[], Any], ...] = ()
     full: bool = False
     actors: Literal["fork", "spawn", None] = "fork"
+    again: Callable[[], dict[str, Any]] | None = None
 
 
 CASES: list[Case] = []
@@ -307,6 +310,74 @@ add("own_generator", "0 2 2p", lambda: {"dataset": data.OwnGenerator(), "batch_s
 add("dataset_changed", "0 2 2p", lambda: {"dataset": data.Stateful(), "batch_size": 3}, scripts.change_dataset)
 add("private_writes", "0 2 2p", lambda: {"dataset": data.PrivateWrites(), "batch_size": 3})
 add("nested_loader", "0 2", lambda: {"dataset": data.NestedLoader(6), "batch_size": 2})
+
+# A state of their own, in datasets and samplers: objects that go on have another salt until they have loaded it.
+
+
+def salted(name, on, make, **options):
+    """A case of three epochs, whose objects that go on are made with another salt."""
+    settings = on.split()
+    for setting in settings:
+        again = partial(build, partial(make, 4), setting)
+        add(name, setting, partial(make, 3), scripts.epochs(3), sample={setting}, again=again, **options)
+
+
+def with_noise(**options):
+    return {"dataset": data.Noisy(), "batch_size": 3} | options
+
+
+salted("counting_map", "0 2 3p", lambda salt: {"dataset": stateful.Counting(salt), "batch_size": 3})
+salted("late_map", "2 2p", lambda salt: {"dataset": stateful.LateMap(salt), "batch_size": 3})
+salted("stateful_stream", "0 1 2p", lambda salt: {"dataset": stateful.StatefulStream(salt), "batch_size": 3})
+salted("late_stream", "2 2p", lambda salt: {"dataset": stateful.LateStream(salt), "batch_size": 3})
+salted("late_stream_keeps", "2 3p", lambda salt: {"dataset": stateful.LateStream(salt, keeps=True), "batch_size": 3})
+salted("stream_of_iterators", "0 2 2p", lambda salt: {"dataset": stateful.StreamOfIterators(salt), "batch_size": 3})
+salted("stateful_sampler", "0 2 2p", lambda salt: with_noise(sampler=stateful.StatefulSampler(salt)))
+salted(
+    "sampler_of_iterators",
+    "0 2",
+    lambda salt: with_noise(sampler=stateful.SamplerOfStatefulIterators(salt), batch_size=None),
+)
+salted(
+    "stateful_batch_sampler",
+    "0 2 2p",
+    lambda salt: {"dataset": data.Noisy(), "batch_sampler": stateful.StatefulBatchSampler(salt)},
+)
+salted("shuffled_stream", "0 2 2p", lambda salt: {"dataset": stateful.Shuffled(), "batch_size": 3})
+salted("buffered_stream", "2 3p", lambda salt: {"dataset": stateful.Buffered(), "batch_size": 3, "drop_last": True})
+salted("own_generators", "0 2 2p", lambda salt: {"dataset": stateful.OwnGenerators(), "batch_size": 3})
+salted("counting_sampler", "0 2p", lambda salt: with_noise(sampler=stateful.Counts()))
+salted("lazy_generators", "0 2", lambda salt: with_noise(sampler=stateful.Lazy()))
+
+# What torch's loader does not know: compared with our own undisturbed run (disturbances.py).
+
+OWN: list[Case] = []
+
+
+def own(name, on, make, **options):
+    """A case for each worker setting."""
+    for setting in on.split():
+        OWN.append(Case(f"{name}-w{setting}", partial(build, make, setting), scripts.epochs(3), **options))
+
+
+own("skipping_map", "2 2p", lambda: {"dataset": stateful.Faulty(), "batch_size": 3, "on_error": "skip"})
+own(
+    "skipping_stream",
+    "2 2p",
+    lambda: {"dataset": stateful.StreamOfIterators(faulty=True), "batch_size": 3, "on_error": "skip"},
+)
+own("batch_seeds", "1 2 3p", lambda: with_noise(seeding="batch", shuffle=True))
+own(
+    "batch_seeds_stream",
+    "2 3p",
+    lambda: {"dataset": stateful.Shuffled(), "batch_size": 3, "seeding": "batch"},
+)
+own(
+    "dynamic",
+    "2 3p",
+    lambda: with_noise(seeding="batch", scheduling="dynamic", shuffle=True),
+)
+own("skipped_steps", "2 2p", lambda: with_noise(shuffle=True, skip_steps=[1, (1, 2)]))
 
 # Samplers of the user's own, and when they are asked.
 
@@ -699,5 +770,5 @@ add(
     script=scripts.until_an_error,
 )
 
-NAMES = [case.name for case in CASES]
+NAMES = [case.name for case in [*CASES, *OWN]]
 assert len(set(NAMES)) == len(NAMES), "two cases of one name"

@@ -97,10 +97,12 @@ class Run:
         return file.getvalue()
 
     def load(self, saved, **changed):
-        """Goes on with another loader, in a program that has drawn other numbers."""
+        """Goes on with another loader, in a program that has drawn other numbers, and perhaps has other objects."""
+        if self.case.again is not None:  # what begins another epoch there is not torch's
+            self.compared = min(self.compared, self.epoch + 1)
         self.iterator = None
         seed(self.case.seed + 1)
-        self.loader = self.loader_class(**{**self.case.make(), **changed})
+        self.loader = self.loader_class(**{**(self.case.again or self.case.make)(), **changed})
         self.loader.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
         if not self.ended:
             self.begin()
@@ -125,7 +127,8 @@ def save_and_load(run):
 def another_number_of_workers(run):
     """The same with another number of workers, for the rest of the epoch."""
     run.load(run.saved(), num_workers=run.loader.num_workers % 3 + 1)
-    run.compared = run.epoch + 1
+    if run.loader.seeding == "worker":
+        run.compared = run.epoch + 1
 
 
 def kill(run):

@@ -10,18 +10,21 @@ import random
 
 import pytest
 
-from conformance_cases import CASES
+from conformance_cases import CASES, OWN
 from conformance_record import first_difference
 from conformance_side import ALWAYS
-from disturbances import EVERYWHERE, WITH_WORKERS, Run, run_of
+from disturbances import EVERYWHERE, WITH_WORKERS, Run, nothing, run_of
+from rayloader import DataLoader
 
 SEED = int(os.environ.get("RAYLOADER_STORIES", "0"))
 POINTS = (0, 0), (0, 1), (1, 0), (1, 2), (0, 99)  # epoch and step: before the first batch, later, at the end
+LATER = (0, 3), (1, 3), (1, 4), (0, 99)  # each worker has given a batch: until then it is as its program makes it
 
 # Where a run that is loaded again cannot be the same, and why.
 NOT_THE_SAME = {
     "batch_generator": "a generator gives one epoch in one program, and a second one in another",
     "sampler_raises_once": "its sampler raises again where it is read again",
+    "lazy_generators-w0": "without workers, samples draw from the generators that the sampler draws from",
     "own_state-w0": "without workers, what the dataset has counted is the program's to save",
     "private_writes-w0": "without workers, what the dataset has written is the program's to save",
 }
@@ -32,7 +35,7 @@ HIDDEN = "collate_object", "init_bound", "own_state", "private_writes"
 def stories():
     """Each case with each disturbance; in a sample with one."""
     chance, number = random.Random(SEED), 0
-    for case in CASES:
+    for case in [*CASES, *OWN]:
         if case.unordered or case.contexts or not hasattr(case.script, "epochs"):
             continue
         if any(case.name.startswith(name) for name in NOT_THE_SAME):
@@ -42,7 +45,8 @@ def stories():
         first, at = chance.randrange(30), chance.randrange(5)
         for place in range(len(disturbances)):
             happens, way = disturbances[(first + place) % len(disturbances)], ways[(first + number) % len(ways)]
-            point = POINTS[(at + place) % len(POINTS)]
+            points = LATER if case.again is not None else POINTS
+            point = points[(at + place) % len(points)]
             name = f"{case.name}-{way}-{happens.__name__}-{point[0]}.{point[1]}"
             yield pytest.param(case, way, happens, point, id=name, marks=pytest.mark.full if place or case.full else ())
             number += 1
@@ -51,11 +55,10 @@ def stories():
 @pytest.mark.filterwarnings("ignore::UserWarning")  # those that torch gives, too: see test_conformance.py
 @pytest.mark.parametrize(("case", "lane", "happens", "point"), list(stories()), indirect=["lane"])
 def test_the_batches_are_those_of_an_undisturbed_run(case, lane, happens, point, reference, ray_session):
-    from rayloader import DataLoader
-
     run = Run(case, DataLoader)
     events = run.play(happens, *point)
-    expected = run_of(reference[case.name], run.compared)
+    undisturbed = Run(case, DataLoader).play(nothing, 0, 0) if case in OWN else reference[case.name]
+    expected = run_of(undisturbed, run.compared)
     if case.name.startswith(HIDDEN):
         refused = [label for label, described in events if described.get("type") == "rayloader.errors.ReplayError"]
         expected = [event for event in expected if f"{event[0]}: error" not in refused]
