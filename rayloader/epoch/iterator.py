@@ -296,7 +296,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._release()
             raise
         if task is None:
-            self._tally.ended()
             self.position.ends()
             if not self._persistent_workers:
                 self._release()
