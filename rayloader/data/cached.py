@@ -39,8 +39,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from rayloader._compat import no_torch_function
-from rayloader.data.sample_store import ABSENT, SampleStore
-from rayloader.data.trusted import open_own, path_in
+from rayloader.data.sample_store import ABSENT, SampleStore, open_own, path_in
 from rayloader.errors import CacheError
 from rayloader.fetching import ask, one_by_one
 from rayloader.namespaces import attributes_in
@@ -302,7 +301,7 @@ def _file_in_folder(place: Path) -> tuple[int, bool]:
     """Opens this node's file, and makes it if there is none; tells whether it takes memory."""
     path = place.with_name(f"{place.name}-{os.uname().nodename}.rayloader-cache")
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
-    fd = open_own(path, os.O_RDWR | os.O_CREAT)
+    fd = open_own(path)
     return fd, os.path.exists("/dev/shm") and os.fstat(fd).st_dev == os.stat("/dev/shm").st_dev
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rayloader.options import check_whole, is_whole
-from rayloader.plans.plan import Array, Facts, Latest, Order, Panel, Plan, shuffled
+from rayloader.plans.plan import Array, Latest, Order, Plan, shuffled
 
 _RUN = 32  # samples that one rank takes in a row, see `Mixture._order`
 _AT_ONCE = 1 << 20  # samples that are made together, so that NumPy's calls cost little
@@ -29,7 +29,6 @@ _NEAR = 1e-6  # counts that differ by less are equal: sums of floating-point num
 _BLOCK = 1 << 12  # samples of a block, about
 _PERIOD = 1 << 16  # the largest common denominator that is kept
 _LATE = 1e18  # added to the deadline of a sample that may not come yet: it comes only if no other may
-_SHOWN = 8  # sources in a picture, those that are read most
 
 
 class Mixture(Plan):
@@ -178,20 +177,13 @@ class Mixture(Plan):
             found[mine] = self._offsets[source] + places
         return found
 
-    def _facts(self) -> Facts:
-        epoch, at = self.epoch, np.unique(np.linspace(0, self.size, 101).astype(np.int64))
-        counts = self._stream(epoch).counts(at)
-        read = counts[-1] - counts[0]
+    def _facts(self) -> dict[str, str]:
+        before, after = self._before(self.epoch), self._before(self.epoch + 1)
         lines = {"samples": f"{self.size:,} in an epoch, of {self._sizes.sum():,} in {len(self._sizes)} sources"}
-        for name, count, size in zip(self._names, read.tolist(), self._sizes.tolist(), strict=True):
-            shown = f"{count:,} samples, {count / self.size:.3%} of the epoch; {count / size:.3f} times its {size:,}"
-            lines[name] = shown
-        wanted = np.array([self._shares.at(step) for step in (epoch * self.size + at).tolist()])
-        shares, targets = (100 * (of[1:] - of[0]).T / at[1:] for of in (counts, wanted))
-        most = np.argsort(-read, kind="stable")[:_SHOWN].tolist()
-        values = {self._names[source]: shares[source] for source in most}
-        across, up = "samples of the epoch that have been read", "% of the samples"
-        return lines, [Panel("Share of each source so far", across, up, values, at[1:], targets[most])]
+        for name, count, size in zip(self._names, (after - before).tolist(), self._sizes.tolist(), strict=True):
+            share = f"{count / self.size:.3%} of the epoch"
+            lines[name] = f"{count:,} samples, {share}; {count / size:.3f} times its {size:,}"
+        return lines
 
 
 def _size_of(name: str, source: Any) -> int:
