@@ -31,9 +31,6 @@ SubjectName = Annotated[
     str,
     typer.Argument(help="module:name or file.py:name of a loader or dataset, or what returns it", show_default=False),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="samples per batch of a dataset; 32 by default", min=1)]
-Shuffle = Annotated[bool | None, typer.Option("--shuffle", help="load a dataset in random order")]
-Collate = Annotated[str, typer.Option(help="module:name or file.py:name of a dataset's collate_fn; torch's by default")]
 Most = Annotated[int, typer.Option(help="try up to this many workers", min=0)]
 Seconds = Annotated[float, typer.Option(help="how long to measure each loader", min=0.1)]
 Kind = Annotated[Workers | None, typer.Option(help="what the workers of rayloader are; as the loader says by default")]
@@ -54,9 +51,6 @@ class Rate:
 def bench(
     subject: SubjectName,
     step_ms: Annotated[float, typer.Option(help="how many ms a trainer works on each batch", min=0.0)] = 0.0,
-    batch_size: BatchSize = None,
-    shuffle: Shuffle = None,
-    collate_fn: Collate = "",
     max_workers: Most = CORES,
     workers: Kind = None,
     seconds: Seconds = 3.0,
@@ -64,15 +58,14 @@ def bench(
 ) -> None:
     """Load with torch's loader and with rayloader, with more and more workers; say how many to use.
 
-    Each rate is the median of five rounds, with the lowest and the highest of them.
+    A dataset is loaded in batches of 32 samples; for others name a loader. Each rate is the median of five rounds, with
+    the lowest and the highest of them.
     """
     step, is_busy = step_ms / 1000, busy()  # before anything here keeps it so
     measured: dict[LoaderKind, list[Rate]] = {"torch": [], "rayloader": []}
     try:
         with given.prints_to_standard_error():
-            collate = given.named(collate_fn) if collate_fn else None
-            options = {"batch_size": batch_size, "shuffle": shuffle, "collate_fn": collate}
-            loaders = given.Subject.of(given.made(subject), **options)
+            loaders = given.Subject(given.made(subject))
             if is_busy and not as_json:
                 given.err.print(f"[yellow]{is_busy}[/]: rates are lower, and differ more, than on a quiet one")
             for kind, found in measured.items():  # torch's first, whose workers are forks: Ray is not there yet

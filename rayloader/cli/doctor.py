@@ -58,7 +58,7 @@ def doctor(
     found = []
     try:
         with given.prints_to_standard_error():
-            subject = Subject.of(given.made(loader)) if loader else None
+            subject = Subject(given.made(loader)) if loader else None
     except CommandError as error:
         given.fail(error)
     for check in checks(num_workers, workers, subject):

@@ -30,7 +30,7 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import finalize
 
 import cloudpickle
@@ -51,7 +51,6 @@ from rayloader.transport import codec
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 _T = TypeVar("_T")
-_T_co = TypeVar("_T_co", covariant=True)
 
 logger = logging.getLogger("rayloader")
 
@@ -62,18 +61,8 @@ _SEARCHED = 8  # with so many builds generators are looked for: some are created
 _READ = 1024
 
 
-class MapStyle(Protocol[_T_co]):
-    """What has samples by their numbers."""
-
-    def __getitem__(self, index: int, /) -> _T_co:
-        """A sample."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-
 def cached(
-    dataset: Dataset[_T] | MapStyle[_T],
+    dataset: Dataset[_T] | Sequence[_T],
     max_bytes: int | str = "20GB",
     where: str | os.PathLike[str] = "memory",
     *,
@@ -256,11 +245,8 @@ class CachedDataset(Dataset[_T]):
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
             samples = ask(self.dataset, numbers)
             if not isinstance(samples, list) or len(samples) != len(numbers):
-                kind = type(self.dataset).__name__
-                raise CacheError(
-                    f"__getitems__ of the cached {kind} must return a list of {len(numbers)} samples, got "
-                    f"{type(samples).__name__}; cache a dataset that gives samples one by one"
-                )
+                kind, count = type(samples).__name__, len(numbers)
+                raise CacheError(f"__getitems__ of a cached dataset must return a list of {count} samples, got {kind}")
         else:
             samples = one_by_one(self.dataset, numbers)
         attributes, self._attributes = len(self._attributes), _attributes_of(self.dataset)

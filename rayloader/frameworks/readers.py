@@ -45,7 +45,7 @@ from rayloader.frameworks._compat_lightning import (
 )
 from rayloader.resume.ranks import check_once
 
-ADOPTED = "_rayloader_adopted"  # an attribute of loaders that get our iterators, see `adopted.py`
+ADOPTED = "_rayloader_adopted"  # an attribute of loaders that get our iterators, see `patching.py`
 
 # The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
 _given: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[ReadAhead]]] = weakref.WeakKeyDictionary()

@@ -401,5 +401,5 @@ def cpus() -> float:
 
 
 def load() -> float:
-    """How many threads wanted a CPU in the last minute, for each that this machine has; 0 on Windows, which has none."""
+    """How many threads wanted a CPU in the last minute, for each that this machine has; 0 on Windows."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0

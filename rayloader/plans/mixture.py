@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rayloader.options import check_whole, is_whole
+from rayloader.options import check_whole
 from rayloader.plans.plan import Array, Latest, Order, Plan, shuffled
 
 _RUN = 32  # samples that one rank takes in a row, see `Mixture._order`
@@ -58,8 +58,8 @@ class Mixture(Plan):
             of which some may then be 0.
         seed: of the random order; from 0 on.
         epoch_size: samples of an epoch. It is rounded up to a multiple of the number of ranks.
-        stop: where an epoch ends without `epoch_size`: "first", when the first source is used up, "all", when all have
-            been read once, or a number of samples. It is told by the first epoch, and the same for all.
+        stop: where an epoch ends without `epoch_size`: "first", when the first source is used up, or "all", when all
+            have been read once. It is told by the first epoch, and the same for all.
         shuffle: otherwise each source is read in its order.
         num_replicas: see `Plan.for_rank`.
 
@@ -81,7 +81,7 @@ class Mixture(Plan):
         *,
         seed: int = 0,
         epoch_size: int | None = None,
-        stop: Literal["first", "all"] | int = "first",
+        stop: Literal["first", "all"] = "first",
         shuffle: bool = True,
         num_replicas: int = 1,
     ) -> None:
@@ -110,10 +110,8 @@ class Mixture(Plan):
         return np.asarray(self._stream(epoch).counts(np.array([place]))[0])
 
     def _end(self, stop: Any) -> int:
-        if is_whole(stop):
-            return check_whole("stop", stop, 1)
         if stop not in ("first", "all"):
-            raise ValueError(f'stop must be "first", "all" or a number of samples, got {stop!r}')
+            raise ValueError(f'stop must be "first" or "all", got {stop!r}; a number of samples is epoch_size')
         ends = [self._shares.when(source, size) for source, size in enumerate(self._sizes.tolist())]
         if stop == "all" and not math.isfinite(max(ends)):
             source = self._names[ends.index(math.inf)]
@@ -188,7 +186,7 @@ class Mixture(Plan):
 
 def _size_of(name: str, source: Any) -> int:
     size = len(source) if hasattr(source, "__len__") else source
-    if not (is_whole(size) or isinstance(size, np.integer)) or size < 1:
+    if not hasattr(size, "__index__") or size < 1:
         raise ValueError(
             f"a source must be a dataset with a length, or a number of samples, of at least 1, and {name} is "
             f"{source!r:.100}; leave it out, or mix streams by a dataset that reads from them"
@@ -214,15 +212,12 @@ def _shares_of(weights: Any, keys: list[str] | None, names: list[str]) -> Shares
     rows = np.array([_in_order(row, keys) for _, row in pairs], np.float64)
     if rows.shape != (len(pairs), len(names)):
         raise ValueError(f"there must be one weight for each of the {len(names)} sources, got {weights!r}")
-    wrong = ~(np.isfinite(rows) & (rows >= 0)).all(axis=0) | ~rows.any(axis=0)
-    if wrong.any():
-        source = int(wrong.argmax())
+    fit = (np.isfinite(rows) & (rows >= 0)).all()
+    if not (fit and rows.any(axis=0).all() and rows.any(axis=1).all()):
         raise ValueError(
-            f"each source must have finite weights, from 0 on, and above 0 at some step, and {names[source]} has "
-            f"{rows[:, source].tolist()}; leave it out if it is not to be read"
+            "weights must be finite, from 0 on, and above 0 for each source at some step and for some source at each "
+            f"step, got {weights!r}; leave a source out that is not to be read"
         )
-    if not rows.any(axis=1).all():
-        raise ValueError(f"at least one weight must be above 0 at any step, got {weights!r}")
     return Shares(begins, rows / rows.sum(axis=1, keepdims=True), [*map(_block_size, rows)])
 
 

@@ -610,7 +610,7 @@ REFUSED = [
     (TypeError, "a ParquetStream takes a path, or a list of some, of type str", {"paths": []}),
     (FileNotFoundError, "there is no file or folder for a ParquetStream at .*nowhere", {"paths": "nowhere"}),
     (FileNotFoundError, "a ParquetStream needs at least one file, and there is none in ", {"paths": "."}),
-    (ValueError, "seed of a ParquetStream must be a whole number >= 0, got None", {"seed": None}),
+    (TypeError, "seed of a ParquetStream must be a whole number >= 0, got None", {"seed": None}),
     (ValueError, 'equal_steps must be "cut", "pad" or None, got True', {"equal_steps": True}),
     (ValueError, "equal_steps='pad' counts rows before", {"equal_steps": "pad", "filters": [("i", ">", 1)]}),
     (ValueError, "filters must be as pyarrow.dataset takes them, got 'i > 3'", {"filters": "i > 3"}),
@@ -629,7 +629,7 @@ def test_what_is_wrong_is_an_error_that_says_so(folder, error, text, arguments, 
 
 
 def test_an_epoch_that_is_none_is_an_error(folder):
-    with pytest.raises(ValueError, match=r"epoch of a ParquetStream must be a whole number >= 0, got 1\.5"):
+    with pytest.raises(TypeError, match=r"epoch of a ParquetStream must be a whole number >= 0, got 1\.5"):
         ParquetStream(folder).set_epoch(1.5)
 
 
