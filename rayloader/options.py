@@ -203,20 +203,11 @@ def check(loader: Any) -> None:
     seeds_batches = loader.seeding == "batch" and not isinstance(loader.dataset, IterableDataset)
     if loader.scheduling == "dynamic" and not seeds_batches:
         raise ValueError('scheduling="dynamic" needs seeding="batch" and a map-style dataset; or use "static"')
-    _check_skipping(loader)
+    if loader.on_error == "skip" and isinstance(loader.dataset, IterableDataset):
+        from rayloader.resume.wrapped import innermost
 
-
-def _check_skipping(loader: Any) -> None:
-    if loader.on_error != "skip" or not isinstance(loader.dataset, IterableDataset):
-        return
-    from rayloader.resume.wrapped import innermost
-
-    equal_steps = getattr(innermost(loader.dataset), "equal_steps", None)  # of a ParquetStream
-    if equal_steps in ("cut", "pad"):
-        raise ValueError(
-            f'on_error="skip" leaves out rows that the dataset counts, got equal_steps={equal_steps!r}: the ranks '
-            "would have unequal numbers of steps; use one of the two"
-        )
+        if getattr(innermost(loader.dataset), "equal_steps", None) in ("cut", "pad"):  # a ParquetStream
+            raise ValueError('on_error="skip" leaves out rows that equal_steps of the dataset counts; use one of them')
 
 
 def _needs_actors(loader: Any) -> bool:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rayloader.cli import given
 from rayloader.cli.doctor import busy
 from rayloader.cli.given import CommandError, LoaderKind
-from rayloader.observe.stats import figure
+from rayloader.observe.stats import count, figure
 from rayloader.options import Workers
 
 # A rate within this share of the best is good enough: more workers would gain too little.
@@ -132,8 +132,8 @@ def measure(loader: Any, seconds: float, step: float) -> Rate:
 
 def rates_of_rounds(ends: Sequence[float]) -> list[float]:
     """Batches a second in rounds of equally many batches, from when the first one began, and then each one ended."""
-    count = min(ROUNDS, len(ends) - 1)
-    bounds = [(len(ends) - 1) * number // count for number in range(count + 1)]
+    several = min(ROUNDS, len(ends) - 1)
+    bounds = [(len(ends) - 1) * number // several for number in range(several + 1)]
     return [(last - first) / (ends[last] - ends[first]) for first, last in itertools.pairwise(bounds)]
 
 
@@ -141,18 +141,18 @@ def fastest(rates: Sequence[Rate]) -> tuple[int, str]:
     """The smallest number of workers that is about as fast as any, and the reason."""
     best = max(rates, key=lambda rate: rate.batches)
     chosen = next(rate for rate in rates if rate.batches >= ENOUGH * best.batches)
-    reason = f"{chosen.batches:,.1f} batches a second with {_workers(chosen.num_workers)}"
+    reason = f"{chosen.batches:,.1f} batches a second with {count(chosen.num_workers, 'worker')}"
     if chosen is best:
         return chosen.num_workers, f"{reason}, the most of those tried"
     share = chosen.batches / best.batches
-    return chosen.num_workers, f"{reason}, {share:.0%} of the rate with {_workers(best.num_workers)}"
+    return chosen.num_workers, f"{reason}, {share:.0%} of the rate with {count(best.num_workers, 'worker')}"
 
 
 def for_step(rates: Sequence[Rate], step: float) -> tuple[int, str]:
     """The smallest number of workers with which a trainer hardly waits, and the reason."""
     chosen = next((rate for rate in rates if rate.wait_share <= LITTLE_WAIT), None)
     best = chosen or min(rates, key=lambda rate: rate.wait_share)
-    who = f"with {_workers(best.num_workers)} a trainer of {step * 1000:g} ms a step"
+    who = f"with {count(best.num_workers, 'worker')} a trainer of {step * 1000:g} ms a step"
     if chosen is not None:
         return best.num_workers, f"{who} waits {best.wait_share:.1%} of its time"
     more = "try more workers, or " if best is rates[-1] else "more workers did not help; "
@@ -162,7 +162,3 @@ def for_step(rates: Sequence[Rate], step: float) -> tuple[int, str]:
 def spread(rate: Rate) -> str:
     """The rate, and the lowest and the highest of its rounds, as text."""
     return f"{figure(rate.batches)} ({figure(rate.lowest)}-{figure(rate.highest)})"
-
-
-def _workers(number: int) -> str:
-    return "no workers" if number == 0 else f"{number} worker{'s' * (number > 1)}"

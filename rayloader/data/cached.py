@@ -229,9 +229,8 @@ class CachedDataset(Dataset[_T]):
     def _compare(self, number: int, sample: _T) -> None:
         if _content_of(_as_read(sample)) != _content_of(_as_read(self._build([number])[0])):
             raise CacheError(
-                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, because "
-                "an attribute, a file or the like has changed; make a new cache, in a folder by another key=, or apply "
-                "what changes to the samples of the cache"
+                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again; make a "
+                "new cache, in a folder by another key=, or apply what changes to the samples of the cache"
             )
 
     def _build(self, numbers: list[int]) -> list[_T]:

@@ -230,10 +230,7 @@ def path_in(folder: str | os.PathLike[str], dataset: Any, key: Any) -> Path:
         ValueError: it is no key.
     """
     if not isinstance(key, str) or not key:
-        raise ValueError(
-            f"a file in a folder needs key=, a text that you change whenever the samples change, got {key!r}; pass for "
-            'instance key="version 1"'
-        )
+        raise ValueError(f"where= must have key=, a text that you change whenever the samples change, got {key!r}")
     kind = type(dataset).__name__
     readable = re.sub(r"[^A-Za-z0-9]+", "_", f"{kind} {key}")[:60]
     identity = hashlib.sha256(f"{kind} {key}".encode()).hexdigest()[:16]
@@ -261,7 +258,6 @@ def open_own(path: Path) -> int:
         os.close(descriptor)
         raise CacheError(
             f"the cache file {path} must be a regular file of this user's, with one name, to which nobody else may "
-            f"write, got mode {status.st_mode:o}, user {status.st_uid} and {status.st_nlink} names; delete it, or name "
-            "a folder to which only this user can write"
+            f"write, got mode {status.st_mode:o}, user {status.st_uid} and {status.st_nlink} names; delete it"
         )
     return descriptor

@@ -100,8 +100,7 @@ def check_dispatch(source: Any) -> None:
                 return
             raise ValueError(
                 "with dispatch_batches, Accelerate's default for iterable datasets, one process reads the batches of "
-                f"all ranks, and this loader has those of rank {source._ranks.rank} of {source._ranks.num_replicas}; "
-                "leave num_replicas and rank out, or do not give this loader to prepare()"
+                f"all ranks, and this loader has those of rank {source._ranks.rank}; leave num_replicas and rank out"
             )
 
 

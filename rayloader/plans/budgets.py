@@ -93,10 +93,7 @@ class TokenBudget(BatchPlan):
         room = sizes * longest
         costs = room if self._cost is None else np.asarray(self._cost(sizes, longest), np.float64)
         if costs.shape != sizes.shape or not (np.isfinite(costs).all() and (costs > 0).all()):
-            raise ValueError(
-                f"cost must give a finite number above 0 for each of {len(sizes)} batches, got {costs!r}; compute it "
-                "with the two arrays that it is given"
-            )
+            raise ValueError(f"cost must give a finite number above 0 for each of {len(sizes)} batches, got {costs!r}")
         return Batches(taking(samples), np.append(begins, len(samples)), costs, tokens, room)
 
     def _begins(self, lengths: Array) -> Array:

@@ -73,9 +73,7 @@ def pack_collate(
     labels.index_fill_(-1, torch.from_numpy(np.cumsum(sizes) - sizes), IGNORED)
     if pad and (missing := (seq_len or 0) - total):
         if missing < 0:
-            raise ValueError(
-                f"a pack that is padded must fit into seq_len, got {total} tokens and seq_len={seq_len}; raise it"
-            )
+            raise ValueError(f"a pack that is padded must fit into seq_len, got {total} tokens and seq_len={seq_len}")
         fill = {"input_ids": pad_id, "labels": IGNORED}
         joined = {name: padded(one, (0, missing), value=fill.get(name, 0)) for name, one in joined.items()}
         sizes, numbers, total = np.append(sizes, missing), np.append(numbers, -1), total + missing

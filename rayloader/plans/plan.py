@@ -249,10 +249,7 @@ class BatchPlan(Plan):
         if not self.drop_last:
             begins, ends, costs = _filled(begins, ends, costs, -len(costs) % num_replicas)
         if not (steps := len(costs) // num_replicas):
-            raise ValueError(
-                f"with drop_last each rank must have a batch, and there are {len(costs)} for {num_replicas} ranks; "
-                "leave drop_last out, or make smaller batches"
-            )
+            raise ValueError(f"with drop_last each rank must have a batch, got {len(costs)} for {num_replicas} ranks")
         by_cost = np.argsort(-costs, kind="stable")[: steps * num_replicas]
         order = by_cost.reshape(steps, num_replicas)[shuffled(np.arange(steps), steps, self.seed, epoch, 1)]
         return begins[order], ends[order], costs[order]

@@ -640,7 +640,7 @@ class Mixed(ShuffleBuffer):
 def test_a_loader_that_skips_is_refused_with_equal_steps(folder):
     stream = ParquetStream(folder, equal_steps="cut")
     for wrapped in (stream, ShuffleBuffer(stream, 3), ShuffleBuffer(Mixed(stream, 3), 3), PackedStream(stream, 9)):
-        with pytest.raises(ValueError, match=r"on_error=\"skip\" leaves out rows .* got equal_steps='cut'"):
+        with pytest.raises(ValueError, match="leaves out rows that equal_steps of the dataset counts"):
             rayloader.DataLoader(wrapped, on_error="skip")
         rayloader.DataLoader(wrapped)
     rayloader.DataLoader(ShuffleBuffer(ParquetStream(folder), 3), on_error="skip")

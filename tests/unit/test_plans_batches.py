@@ -129,7 +129,7 @@ def test_the_last_step_may_be_left_out(ranks):
 
 def test_too_few_batches_for_the_ranks():
     plan = TokenBudget([10] * 3, 30, num_replicas=4, drop_last=True)
-    with pytest.raises(ValueError, match="with drop_last each rank must have a batch, and there are 1 for 4 ranks"):
+    with pytest.raises(ValueError, match="with drop_last each rank must have a batch, got 1 for 4 ranks"):
         len(plan)
 
 

@@ -30,11 +30,11 @@ def test_numbers_of_workers_double_up_to_the_most(most, numbers):
 @pytest.mark.parametrize(
     ("measured", "number", "reason"),
     [
-        (rates(n0=10.0), 0, "10.0 batches a second with no workers, the most of those tried"),
+        (rates(n0=10.0), 0, "10.0 batches a second with 0 workers, the most of those tried"),
         (
             rates(n0=100.0, n1=90.0),
             0,
-            "100.0 batches a second with no workers, the most of those tried",
+            "100.0 batches a second with 0 workers, the most of those tried",
         ),
         (rates(n0=10.0, n1=19.5, n2=20.0), 1, "19.5 batches a second with 1 worker, 98% of the rate with 2 workers"),
         (
