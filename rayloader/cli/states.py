@@ -54,7 +54,7 @@ def show(source: Source, key: Key = "", as_json: AsJson = False) -> None:
             text = json.dumps(value)
             text = text if len(text) <= _LONG else f"{text[:_LONG]}... (--json tells all)"
             differs = any(other[name] != value for other in states)
-            out.print(f"[bold]{name}[/]", shown(text + " (rank 0; --json tells the others)" * differs))
+            out.print(f"[bold]{name:<12}[/]", shown(text + " (rank 0; --json tells the others)" * differs))
 
 
 def described(state: State) -> dict[str, Any]:
