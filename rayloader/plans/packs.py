@@ -135,8 +135,9 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         them: what is left of a sequence that was cut begins the next pack as a sequence of its own.
 
     Raises:
-        ValueError: `seq_len` is no whole number, or too small.
-        TypeError: `stream` is no iterable: a map-style dataset, for which there is `Packing`.
+        ValueError: `seq_len` is too small.
+        TypeError: `seq_len` is no whole number, or `stream` is no iterable: a map-style dataset, for which there is
+            `Packing`.
     """
 
     def __init__(self, stream: Any, seq_len: int, *, tokens: str = "input_ids", drop_last: bool = True) -> None:
