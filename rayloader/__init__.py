@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rayloader import errors
 from rayloader._version import __version__ as __version__
 from rayloader.errors import *
 from rayloader.loader import DataLoader, init, shutdown
@@ -37,28 +38,16 @@ _MODULES = {name: f"rayloader.{module}" for module, names in _PARTS.items() for 
 
 # Without ArrowDataset and ParquetStream, which need pyarrow: `import *` and `dir()` must not.
 __all__ = [
-    "BatchTimeoutError",
-    "CacheError",
     "CacheStats",
     "CachedDataset",
     "Consumer",
     "DataLoader",
     "LoaderStats",
     "Patch",
-    "RaySessionError",
-    "RayloaderError",
-    "ReplayError",
-    "ReplicaError",
-    "ReplicaMemoryError",
     "ShardInfo",
-    "ShareError",
     "SharedList",
     "SharedLoader",
     "ShuffleBuffer",
-    "SkipLimitError",
-    "StateError",
-    "WorkerDiedError",
-    "WorkerStartError",
     "cached",
     "get_shard_info",
     "init",
@@ -68,6 +57,7 @@ __all__ = [
     "shared",
     "shutdown",
 ]
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:

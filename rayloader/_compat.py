@@ -97,16 +97,6 @@ def current_accelerator() -> torch.device | None:
         return None
 
 
-def pinning_of(loader: Any) -> tuple[bool, str | None]:
-    """Whether torch's loader would pin batches, and for what kind of accelerator; warns as torch's if it cannot.
-
-    Args:
-        loader: whose generator this advances.
-    """
-    iterator: Any = BaseIterator(loader)
-    return iterator._pin_memory, iterator._pin_memory_device
-
-
 def pinning_device_index(kind: str | None) -> int:
     """The device that batches are pinned for.
 

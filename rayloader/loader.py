@@ -393,7 +393,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             from rayloader.epoch.iterator import EpochIterator
 
             # What the program has set since the loader was created takes effect at this `iter()`, as with torch.
-            self.num_workers = options.checked_num_workers(self.num_workers)
+            self.num_workers = options.check_whole("num_workers", self.num_workers, 0)
             self._sign_num_workers()
             self.check_worker_number_rationality()
             iterator = EpochIterator(self, int(self.num_workers), self._state)
@@ -645,7 +645,7 @@ def init(num_workers: int = 0, *, ray_remote_args: dict[str, Any] | None = None,
         TypeError: an argument is of the wrong type.
         RaySessionError: Ray does not start, cannot be joined, or runs already, so that options come too late.
     """
-    num_workers = options.checked_num_workers(num_workers)
+    num_workers = options.check_whole("num_workers", num_workers, 0)
     options.check_remote_args(ray_remote_args)
     options.check_means("rayloader.init()")
     from rayloader.actors import pool

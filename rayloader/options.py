@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -63,11 +62,16 @@ def check_whole(name: str, value: Any, least: int) -> int:
     """A whole number that the user gave, perhaps one of NumPy's.
 
     Raises:
-        ValueError: it is none, or is less than `least`.
+        TypeError: it is none.
+        ValueError: it is less than `least`.
     """
-    number = int(value) if is_whole(value) or isinstance(value, np.integer) else least - 1
+    rule = f"{name} must be a whole number >= {least}, got {value!r}"
+    try:
+        number = int(operator.index(value))
+    except TypeError:
+        raise TypeError(rule) from None
     if number < least:
-        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+        raise ValueError(rule)
     return number
 
 
@@ -135,11 +139,14 @@ class Options:
         """
         check(loader)
         derived: dict[str, Any] = {
-            "prefetch_factor": _checked_prefetch_factor(loader.prefetch_factor) if loader.num_workers else 0,
+            "prefetch_factor": 0,
             "ray_remote_args": dict(loader.ray_remote_args or {}),
             "needs_actors": _needs_actors(loader),
             "prefetch_to_device": DEVICE_PREFETCH if loader.prefetch_to_device is None else loader.prefetch_to_device,
         }
+        if loader.num_workers:  # 2 as in torch's constructor, after which `num_workers` may have been set
+            ahead = 2 if loader.prefetch_factor is None else loader.prefetch_factor
+            derived["prefetch_factor"] = check_whole("prefetch_factor", ahead, 1)
         as_given = (field.name for field in fields(cls) if field.name not in derived)
         return cls(**derived, **{name: getattr(loader, name) for name in as_given})
 
@@ -172,22 +179,18 @@ def check(loader: Any) -> None:
         TypeError: one is of the wrong type.
     """
     check_remote_args(loader.ray_remote_args)
-    for name in ("fresh_processes", "arenas"):
-        if not isinstance(value := getattr(loader, name), bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
     for name in ("max_worker_restarts", "max_skipped"):
-        if not is_whole(value := getattr(loader, name)) or value < 0:
-            raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
-    check_device(loader.device)
+        check_whole(name, getattr(loader, name), 0)
+    if loader.device is not None:
+        torch.device(loader.device)  # raises torch's error
     if loader.skip_steps is not None:
         from rayloader.resume.skips import steps_in
 
         steps_in(loader.skip_steps)
-    ahead, device = loader.prefetch_to_device, loader.device
-    if ahead is not None and (device is None or not is_whole(ahead) or ahead < 1):
+    ahead = loader.prefetch_to_device
+    if ahead is not None and check_whole("prefetch_to_device", ahead, 1) and loader.device is None:
         raise ValueError(
-            "prefetch_to_device must be a whole number of batches >= 1, beside a device to which they are moved, got "
-            f'prefetch_to_device={ahead!r} and device={device!r}; pass device="cuda" too, or leave it out'
+            f'prefetch_to_device={ahead} needs a device to which batches are moved; pass device="cuda" too'
         )
     for name, choices in _CHOICES.items():
         if (value := getattr(loader, name)) not in choices:
@@ -197,26 +200,14 @@ def check(loader: Any) -> None:
         raise ValueError(f"timeout must be a number of seconds >= 0, got {timeout!r}; 0 waits for ever")
     if loader.on_timeout == "restart" and not timeout:
         raise ValueError('on_timeout="restart" needs a timeout > 0: the seconds after which a worker counts as hung')
-    streams = isinstance(loader.dataset, IterableDataset)
-    if loader.scheduling == "dynamic" and (streams or loader.seeding != "batch"):
-        raise ValueError(
-            f'scheduling="dynamic" needs seeding="batch" and a map-style dataset, got seeding={loader.seeding!r} and '
-            f'{"an IterableDataset" if streams else "one"}: samples would depend on who builds them; use "static"'
-        )
-    _check_skipping(loader)
+    seeds_batches = loader.seeding == "batch" and not isinstance(loader.dataset, IterableDataset)
+    if loader.scheduling == "dynamic" and not seeds_batches:
+        raise ValueError('scheduling="dynamic" needs seeding="batch" and a map-style dataset; or use "static"')
+    if loader.on_error == "skip" and isinstance(loader.dataset, IterableDataset):
+        from rayloader.resume.wrapped import innermost
 
-
-def _check_skipping(loader: Any) -> None:
-    if loader.on_error != "skip" or not isinstance(loader.dataset, IterableDataset):
-        return
-    from rayloader.resume.wrapped import innermost
-
-    equal_steps = getattr(innermost(loader.dataset), "equal_steps", None)  # of a ParquetStream
-    if equal_steps in ("cut", "pad"):
-        raise ValueError(
-            f'on_error="skip" leaves out rows that the dataset counts, got equal_steps={equal_steps!r}: the ranks '
-            "would have unequal numbers of steps; use one of the two"
-        )
+        if getattr(innermost(loader.dataset), "equal_steps", None) in ("cut", "pad"):  # a ParquetStream
+            raise ValueError('on_error="skip" leaves out rows that equal_steps of the dataset counts; use one of them')
 
 
 def _needs_actors(loader: Any) -> bool:
@@ -237,43 +228,25 @@ def _needs_actors(loader: Any) -> bool:
     return bool(why) or loader.workers == "ray"
 
 
+@functools.cache  # says it once
 def check_forks(workers: Workers) -> None:
-    """Warns once if the program has asked `multiprocessing` for other processes than forks."""
+    """Warns if the program has asked `multiprocessing` for other processes than forks."""
     method = multiprocessing.get_start_method(allow_none=True)
     if workers == "auto" and method not in (None, "fork", multiprocessing.get_all_start_methods()[0]):
-        _warn_of_forks(method)
-
-
-@functools.cache  # says it once
-def _warn_of_forks(method: str) -> None:
-    warnings.warn(
-        f"multiprocessing.set_start_method({method!r}) does not concern rayloader's workers, forks unless the program "
-        'uses Ray; say workers="fork" if that is right, or workers="ray" for Ray actors',
-        stacklevel=level_outside("rayloader", "torch"),
-    )
-
-
-def check_device(device: Any) -> None:
-    """Checks that it names a device; whether there is one is only known where the loader is iterated over.
-
-    Raises:
-        ValueError: torch knows no such device.
-        TypeError: torch's, for what is neither a name nor a device, nor None.
-    """
-    try:
-        torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
-        raise ValueError(f"device must name one that torch knows, got {device!r}; torch says: {error}") from None
+        warnings.warn(
+            f"multiprocessing.set_start_method({method!r}) does not concern rayloader's workers, forks unless the "
+            'program uses Ray; say workers="fork" if that is right, or workers="ray" for Ray actors',
+            stacklevel=level_outside("rayloader", "torch"),
+        )
 
 
 def target_of(device: Any) -> tuple[torch.device, Any] | None:
     """The device to which a loader moves its batches; None if they stay where they are. See `gpu/to_device.py`.
 
     Raises:
-        ValueError: torch knows no such device, or it is not here.
-        TypeError: it is neither a name nor a device, nor None.
+        ValueError: it is not here.
+        RuntimeError: torch's, which knows no such device.
     """
-    check_device(device)
     if device is None or torch.device(device).type == "cpu":
         return None
     from rayloader.gpu.to_device import device_of
@@ -289,35 +262,6 @@ def check_name(name: Any) -> None:
     """
     if not isinstance(name, str) or not name or name.encode("utf-8", "ignore").decode() != name:
         raise TypeError(f"name must be a text that is not empty, or None, got {name!r}")
-
-
-def checked_num_workers(num_workers: Any, least: int = 0) -> int:
-    """The number of workers of a loader; accepts NumPy's integers too, and True, as torch does.
-
-    Raises:
-        ValueError: it is less than `least`.
-        TypeError: it is not a whole number.
-    """
-    number = _whole("num_workers", num_workers, least)
-    if number < least:
-        raise ValueError(f"num_workers must be a whole number >= {least}, got {num_workers!r}")
-    return number
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number >= {least}, got {value!r}; pass an int") from None
-
-
-def _checked_prefetch_factor(prefetch_factor: Any) -> int:
-    number = 2 if prefetch_factor is None else _whole("prefetch_factor", prefetch_factor, 1)  # as torch's constructor
-    if number < 1:  # torch's type for this error
-        raise AssertionError(
-            f"prefetch_factor must be greater than 0, got {number}; use num_workers=0 to load in-process"
-        )
-    return number
 
 
 def check_remote_args(remote_args: Any) -> None:

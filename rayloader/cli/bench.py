@@ -16,7 +16,7 @@ from rich.table import Table
 from rayloader.cli import given
 from rayloader.cli.doctor import busy
 from rayloader.cli.given import CommandError, LoaderKind
-from rayloader.observe.stats import figure
+from rayloader.observe.stats import count, figure
 from rayloader.options import Workers
 
 # A rate within this share of the best is good enough: more workers would gain too little.
@@ -31,9 +31,6 @@ SubjectName = Annotated[
     str,
     typer.Argument(help="module:name or file.py:name of a loader or dataset, or what returns it", show_default=False),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="samples per batch of a dataset; 32 by default", min=1)]
-Shuffle = Annotated[bool | None, typer.Option("--shuffle", help="load a dataset in random order")]
-Collate = Annotated[str, typer.Option(help="module:name or file.py:name of a dataset's collate_fn; torch's by default")]
 Most = Annotated[int, typer.Option(help="try up to this many workers", min=0)]
 Seconds = Annotated[float, typer.Option(help="how long to measure each loader", min=0.1)]
 Kind = Annotated[Workers | None, typer.Option(help="what the workers of rayloader are; as the loader says by default")]
@@ -54,9 +51,6 @@ class Rate:
 def bench(
     subject: SubjectName,
     step_ms: Annotated[float, typer.Option(help="how many ms a trainer works on each batch", min=0.0)] = 0.0,
-    batch_size: BatchSize = None,
-    shuffle: Shuffle = None,
-    collate_fn: Collate = "",
     max_workers: Most = CORES,
     workers: Kind = None,
     seconds: Seconds = 3.0,
@@ -64,15 +58,14 @@ def bench(
 ) -> None:
     """Load with torch's loader and with rayloader, with more and more workers; say how many to use.
 
-    Each rate is the median of five rounds, with the lowest and the highest of them.
+    A dataset is loaded in batches of 32 samples; for others name a loader. Each rate is the median of five rounds, with
+    the lowest and the highest of them.
     """
     step, is_busy = step_ms / 1000, busy()  # before anything here keeps it so
     measured: dict[LoaderKind, list[Rate]] = {"torch": [], "rayloader": []}
     try:
         with given.prints_to_standard_error():
-            collate = given.named(collate_fn) if collate_fn else None
-            options = {"batch_size": batch_size, "shuffle": shuffle, "collate_fn": collate}
-            loaders = given.Subject.of(given.made(subject), **options)
+            loaders = given.Subject(given.made(subject))
             if is_busy and not as_json:
                 given.err.print(f"[yellow]{is_busy}[/]: rates are lower, and differ more, than on a quiet one")
             for kind, found in measured.items():  # torch's first, whose workers are forks: Ray is not there yet
@@ -139,8 +132,8 @@ def measure(loader: Any, seconds: float, step: float) -> Rate:
 
 def rates_of_rounds(ends: Sequence[float]) -> list[float]:
     """Batches a second in rounds of equally many batches, from when the first one began, and then each one ended."""
-    count = min(ROUNDS, len(ends) - 1)
-    bounds = [(len(ends) - 1) * number // count for number in range(count + 1)]
+    several = min(ROUNDS, len(ends) - 1)
+    bounds = [(len(ends) - 1) * number // several for number in range(several + 1)]
     return [(last - first) / (ends[last] - ends[first]) for first, last in itertools.pairwise(bounds)]
 
 
@@ -148,18 +141,18 @@ def fastest(rates: Sequence[Rate]) -> tuple[int, str]:
     """The smallest number of workers that is about as fast as any, and the reason."""
     best = max(rates, key=lambda rate: rate.batches)
     chosen = next(rate for rate in rates if rate.batches >= ENOUGH * best.batches)
-    reason = f"{chosen.batches:,.1f} batches a second with {_workers(chosen.num_workers)}"
+    reason = f"{chosen.batches:,.1f} batches a second with {count(chosen.num_workers, 'worker')}"
     if chosen is best:
         return chosen.num_workers, f"{reason}, the most of those tried"
     share = chosen.batches / best.batches
-    return chosen.num_workers, f"{reason}, {share:.0%} of the rate with {_workers(best.num_workers)}"
+    return chosen.num_workers, f"{reason}, {share:.0%} of the rate with {count(best.num_workers, 'worker')}"
 
 
 def for_step(rates: Sequence[Rate], step: float) -> tuple[int, str]:
     """The smallest number of workers with which a trainer hardly waits, and the reason."""
     chosen = next((rate for rate in rates if rate.wait_share <= LITTLE_WAIT), None)
     best = chosen or min(rates, key=lambda rate: rate.wait_share)
-    who = f"with {_workers(best.num_workers)} a trainer of {step * 1000:g} ms a step"
+    who = f"with {count(best.num_workers, 'worker')} a trainer of {step * 1000:g} ms a step"
     if chosen is not None:
         return best.num_workers, f"{who} waits {best.wait_share:.1%} of its time"
     more = "try more workers, or " if best is rates[-1] else "more workers did not help; "
@@ -169,7 +162,3 @@ def for_step(rates: Sequence[Rate], step: float) -> tuple[int, str]:
 def spread(rate: Rate) -> str:
     """The rate, and the lowest and the highest of its rounds, as text."""
     return f"{figure(rate.batches)} ({figure(rate.lowest)}-{figure(rate.highest)})"
-
-
-def _workers(number: int) -> str:
-    return "no workers" if number == 0 else f"{number} worker{'s' * (number > 1)}"

@@ -45,7 +45,7 @@ class Check:
     name: str  # what was checked.
     ok: bool  # whether it is as it should be.
     found: str  # what was found.
-    advice: str = ""  # what to do; "" if there is nothing to do.
+    advice: str = ""  # what to do if it is not.
 
 
 def doctor(
@@ -58,7 +58,7 @@ def doctor(
     found = []
     try:
         with given.prints_to_standard_error():
-            subject = Subject.of(given.made(loader)) if loader else None
+            subject = Subject(given.made(loader)) if loader else None
     except CommandError as error:
         given.fail(error)
     for check in checks(num_workers, workers, subject):
@@ -66,7 +66,7 @@ def doctor(
         if not as_json:
             mark = "[green]ok[/]    " if check.ok else "[red]failed[/]"
             given.out.print(mark, f"[bold]{check.name}[/]:", escape(check.found))
-            if check.advice:
+            if not check.ok:
                 given.out.print("       ", escape(check.advice))
     if as_json:
         given.print_json([asdict(check) for check in found])
@@ -85,7 +85,7 @@ def checks(num_workers: int, workers: Workers, subject: Subject | None) -> Itera
     for name in ("rayloader", "torch", "ray", "numpy", "cloudpickle"):
         yield Check(name, True, importlib.metadata.version(name))
     why = lacking()
-    yield _checked("system", not why, f"{platform.system()} {platform.release()}", f"{why}; use num_workers=0")
+    yield Check("system", not why, f"{platform.system()} {platform.release()}", f"{why}; use num_workers=0")
     if subject is not None:
         yield _given(subject, 0)
     if why:
@@ -117,31 +117,27 @@ def busy() -> str:
     return f"this machine is busy (load {load:.0f} on {cores} cores)" if load >= cores else ""
 
 
-def _checked(name: str, ok: bool, found: str, advice: str) -> Check:
-    return Check(name, ok, found, "" if ok else advice)
-
-
 def _machine(num_workers: int) -> Iterator[Check]:
     cores = cpus()
     shared = f"{num_workers} workers and the trainer will share {cores:g}"
     found = "; ".join(filter(None, [f"{cores:g} usable of {os.cpu_count()}", busy()]))
-    yield _checked("cores", cores >= min(num_workers, 2), found, shared)
+    yield Check("cores", cores >= min(num_workers, 2), found, shared)
 
     free, needed = available(), num_workers * WORKER_BYTES
     found = "unknown" if free is None else f"{free / 1e9:.1f} GB available"
     takes = f"{num_workers} workers take about {needed / 1e9:.1f} GB, without the dataset"
-    yield _checked("memory", free is None or free >= needed, found, takes)
+    yield Check("memory", free is None or free >= needed, found, takes)
 
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     more = "Ray keeps its objects there; give a container more: docker run --shm-size=2g"
-    yield _checked("/dev/shm", free >= SHM_BYTES, f"{free / 1e9:.1f} GB free", more)
+    yield Check("/dev/shm", free >= SHM_BYTES, f"{free / 1e9:.1f} GB free", more)
 
     import resource  # which is not on every system
 
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = limit == resource.RLIM_INFINITY or limit >= DESCRIPTORS
     raised = f"ulimit -n {DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)}"
-    yield _checked("open files", enough, f"at most {limit}", raised)
+    yield Check("open files", enough, f"at most {limit}", raised)
 
 
 def _given(subject: Subject, num_workers: int, workers: Workers = "auto") -> Check:

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -92,38 +91,20 @@ def made(name: str, **arguments: int) -> Any:
         raise CommandError(f"{call} raised {type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True)
 class Subject:
     """The loaders that a command tries.
 
-    Attributes:
-        arguments: of them, but for `num_workers`; torch's get those that they know.
+    Args:
+        given: a loader, of torch's class or ours; or a dataset, which they load in batches of 32 samples.
     """
 
-    arguments: dict[str, Any]
-
-    @classmethod
-    def of(cls, given: Any, **options: Any) -> Subject:
-        """What a loader, of torch's class or ours, or a dataset stands for.
-
-        Args:
-            given: that one.
-            **options: of the loaders of a dataset; those that are None are left out.
-
-        Raises:
-            CommandError: a loader is given, and options that it has already.
-        """
-        set_here = {name: value for name, value in options.items() if value is not None}
-        if not isinstance(given, TorchDataLoader):
-            return cls({"dataset": given, "batch_size": 32, **set_here})
-        if set_here:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in set_here)
-            raise CommandError(f"a loader is measured as it is: leave out {flags}")
-        return cls(_arguments(given))
+    def __init__(self, given: Any) -> None:
+        is_loader = isinstance(given, TorchDataLoader)
+        self._arguments = _arguments(given) if is_loader else {"dataset": given, "batch_size": 32}
 
     def loader(self, kind: LoaderKind, num_workers: int, workers: Workers | None = None) -> Any:
         """The loader of so many workers; of rayloader's also what these are, None: as given."""
-        arguments, without = self.arguments, set() if num_workers else _OF_WORKERS
+        arguments, without = self._arguments, set() if num_workers else _OF_WORKERS
         if kind == "torch":
             without = without | _OWN
         elif workers is not None:

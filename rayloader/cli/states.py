@@ -16,8 +16,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from rayloader.cli.given import AsJson, CommandError, err, fail, made, out, print_json, shown
 from rayloader.errors import RayloaderError, StateError
@@ -51,16 +49,12 @@ def show(source: Source, key: Key = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(states if len(states) > 1 else states[0])
         return
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="bold")
-    grid.add_column(overflow="fold")
     for name, value in states[0].items():
         if value is not None:
             text = json.dumps(value)
             text = text if len(text) <= _LONG else f"{text[:_LONG]}... (--json tells all)"
             differs = any(other[name] != value for other in states)
-            grid.add_row(name, Text(text + " (rank 0; --json tells the others)" * differs))
-    out.print(grid)
+            out.print(f"[bold]{name:<12}[/]", shown(text + " (rank 0; --json tells the others)" * differs))
 
 
 def described(state: State) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import finalize
 
 import cloudpickle
@@ -39,8 +39,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from rayloader._compat import no_torch_function
-from rayloader.data.sample_store import ABSENT, SampleStore
-from rayloader.data.trusted import open_own, path_in
+from rayloader.data.sample_store import ABSENT, SampleStore, open_own, path_in
 from rayloader.errors import CacheError
 from rayloader.fetching import ask, one_by_one
 from rayloader.namespaces import attributes_in
@@ -52,7 +51,6 @@ from rayloader.transport import codec
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
 
 _T = TypeVar("_T")
-_T_co = TypeVar("_T_co", covariant=True)
 
 logger = logging.getLogger("rayloader")
 
@@ -63,18 +61,8 @@ _SEARCHED = 8  # with so many builds generators are looked for: some are created
 _READ = 1024
 
 
-class MapStyle(Protocol[_T_co]):
-    """What has samples by their numbers."""
-
-    def __getitem__(self, index: int, /) -> _T_co:
-        """A sample."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-
 def cached(
-    dataset: Dataset[_T] | MapStyle[_T],
+    dataset: Dataset[_T] | Sequence[_T],
     max_bytes: int | str = "20GB",
     where: str | os.PathLike[str] = "memory",
     *,
@@ -241,9 +229,8 @@ class CachedDataset(Dataset[_T]):
     def _compare(self, number: int, sample: _T) -> None:
         if _content_of(_as_read(sample)) != _content_of(_as_read(self._build([number])[0])):
             raise CacheError(
-                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again, because "
-                "an attribute, a file or the like has changed; make a new cache, in a folder by another key=, or apply "
-                "what changes to the samples of the cache"
+                f"sample {number} of the cached {type(self.dataset).__name__} differs when it is built again; make a "
+                "new cache, in a folder by another key=, or apply what changes to the samples of the cache"
             )
 
     def _build(self, numbers: list[int]) -> list[_T]:
@@ -257,11 +244,8 @@ class CachedDataset(Dataset[_T]):
         if len(numbers) > 1 and getattr(self.dataset, "__getitems__", None):
             samples = ask(self.dataset, numbers)
             if not isinstance(samples, list) or len(samples) != len(numbers):
-                kind = type(self.dataset).__name__
-                raise CacheError(
-                    f"__getitems__ of the cached {kind} must return a list of {len(numbers)} samples, got "
-                    f"{type(samples).__name__}; cache a dataset that gives samples one by one"
-                )
+                kind, count = type(samples).__name__, len(numbers)
+                raise CacheError(f"__getitems__ of a cached dataset must return a list of {count} samples, got {kind}")
         else:
             samples = one_by_one(self.dataset, numbers)
         attributes, self._attributes = len(self._attributes), _attributes_of(self.dataset)
@@ -302,7 +286,7 @@ def _file_in_folder(place: Path) -> tuple[int, bool]:
     """Opens this node's file, and makes it if there is none; tells whether it takes memory."""
     path = place.with_name(f"{place.name}-{os.uname().nodename}.rayloader-cache")
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
-    fd = open_own(path, os.O_RDWR | os.O_CREAT)
+    fd = open_own(path)
     return fd, os.path.exists("/dev/shm") and os.fstat(fd).st_dev == os.stat("/dev/shm").st_dev
 
 

@@ -1,7 +1,8 @@
 """The shared file of a cache: samples that one process has written once, and that all processes of a node read.
 
 Promise: nobody takes a lock, and a read sees a whole sample or none, also when its writer was killed in the middle.
-What is read is private: whoever writes to it changes nobody else's. A full disk or too little memory is an answer, and
+What is read is private: whoever writes to it changes nobody else's. A file that somebody else can have written is not
+read (`open_own`). A full disk or too little memory is an answer, and
 no crash. Without Ray; any thread and any fork may call.
 
 NOTE [File]. The file begins with its index, an array in NumPy's format (`np.load(path, mmap_mode="r")` reads it): a row
@@ -22,9 +23,12 @@ checksum when it is first read. The header is on the disk before the file grows.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import pickle
+import re
+import stat
 import struct
 import zlib
 from pathlib import Path
@@ -32,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from rayloader.errors import CacheError
 from rayloader.observe.stats import CacheStats
 from rayloader.transport import codec
 from rayloader.transport.memory_file import address_of_buffer, address_range, available, map_over, map_private
@@ -216,3 +221,43 @@ def _checksum(number: int, end: int, content: bytes | memoryview) -> int:
 def _boot() -> int:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return int(boot.replace("-", ""), 16) % (1 << 64)
+
+
+def path_in(folder: str | os.PathLike[str], dataset: Any, key: Any) -> Path:
+    """The first part of the path of a cache's file, for samples that a user calls by a key.
+
+    Raises:
+        ValueError: it is no key.
+    """
+    if not isinstance(key, str) or not key:
+        raise ValueError(f"where= must have key=, a text that you change whenever the samples change, got {key!r}")
+    kind = type(dataset).__name__
+    readable = re.sub(r"[^A-Za-z0-9]+", "_", f"{kind} {key}")[:60]
+    identity = hashlib.sha256(f"{kind} {key}".encode()).hexdigest()[:16]
+    return Path(folder).absolute() / f"{readable}-{len(dataset)}-{identity}"
+
+
+def open_own(path: Path) -> int:
+    """Opens a file that nobody but this user can have written; makes one for this user alone if there is none.
+
+    What is checked is the open file, in whose place nobody can put another one: use the descriptor, not the path again.
+
+    Returns:
+        A descriptor of the caller's, which programs that are started do not inherit.
+
+    Raises:
+        OSError: it cannot be opened, for instance because it is a symbolic link.
+        CacheError: it is not a regular file, or of another user, or has other names, or others may write to it.
+    """
+    # The last flag: whoever opens a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    status = os.fstat(descriptor)
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    # It has no name if another process has put a newer file in its place.
+    if not is_own or status.st_nlink > 1 or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        os.close(descriptor)
+        raise CacheError(
+            f"the cache file {path} must be a regular file of this user's, with one name, to which nobody else may "
+            f"write, got mode {status.st_mode:o}, user {status.st_uid} and {status.st_nlink} names; delete it"
+        )
+    return descriptor

@@ -36,8 +36,8 @@ class ShuffleBuffer(IterableDataset[_T]):
         size: how many samples the buffer holds, at least 1.
 
     Raises:
-        ValueError: `size` is no whole number, or too small.
-        TypeError: `stream` is no iterable: a map-style dataset.
+        ValueError: `size` is too small.
+        TypeError: `size` is no whole number, or `stream` is no iterable: a map-style dataset.
     """
 
     def __init__(self, stream: Iterable[_T], size: int) -> None:

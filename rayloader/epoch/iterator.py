@@ -74,7 +74,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
     _fleet: Fleet | None = None  # here, because `__del__` may run after an interrupt in `__init__`'s first line
     _engine: Engine | None = None
-    _adopted: Any = None  # see `adopted.py`: stands for a loader of another class, which is what torch's code passes
+    _adopted: Any = None  # see `patching.py`: stands for a loader of another class, which is what torch's code passes
     _watch: Any = None  # of what its first batches show, see `undivided.py`
     _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
 
@@ -296,7 +296,6 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self._release()
             raise
         if task is None:
-            self._tally.ended()
             self.position.ends()
             if not self._persistent_workers:
                 self._release()

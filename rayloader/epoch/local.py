@@ -240,7 +240,6 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         except StopIteration:
             position.sampler_ended(self._drawn)
             position.ends()
-            self._tally.ended()
             raise
         task, self._drawn = self._drawn, self._drawn + 1
         self.last_task = Task(task, None)
@@ -283,7 +282,6 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         finally:
             if ended:
                 self.position.ends()
-                self._tally.ended()
             else:
                 self.position.taken(0, task, checksum)
             self._stream.ended = getattr(self._dataset_fetcher, "ended", False)

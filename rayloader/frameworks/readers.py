@@ -45,7 +45,7 @@ from rayloader.frameworks._compat_lightning import (
 )
 from rayloader.resume.ranks import check_once
 
-ADOPTED = "_rayloader_adopted"  # an attribute of loaders that get our iterators, see `adopted.py`
+ADOPTED = "_rayloader_adopted"  # an attribute of loaders that get our iterators, see `patching.py`
 
 # The iterators that each of Lightning's fetchers was given and has not begun to read, by their loaders' identities.
 _given: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[ReadAhead]]] = weakref.WeakKeyDictionary()
@@ -100,8 +100,7 @@ def check_dispatch(source: Any) -> None:
                 return
             raise ValueError(
                 "with dispatch_batches, Accelerate's default for iterable datasets, one process reads the batches of "
-                f"all ranks, and this loader has those of rank {source._ranks.rank} of {source._ranks.num_replicas}; "
-                "leave num_replicas and rank out, or do not give this loader to prepare()"
+                f"all ranks, and this loader has those of rank {source._ranks.rank}; leave num_replicas and rank out"
             )
 
 

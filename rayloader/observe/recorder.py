@@ -1,8 +1,7 @@
 """Measures a loader while it works, for `DataLoader.stats()`.
 
 Promise: costs about a microsecond per batch, and memory that does not grow. Any thread may read, without a lock: see
-NOTE [logs]. Nothing here refers to an iterator, to batches or to actors. How much of the CPUs any process uses is read
-from two small files of the kernel, at the beginning and at the end of an epoch; without these files it is unknown.
+NOTE [logs]. Nothing here refers to an iterator, to batches or to actors.
 
 NOTE [logs]
 What a worker has sent of a batch is appended to a log, and nothing is computed. NumPy later folds many entries
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -167,7 +165,6 @@ class Tally:
         wait: seconds inside `next`.
         step: seconds between two calls of it.
         answers: the log of the workers' times, to be appended to with each answer: see NOTE [logs].
-        cpu_use: since its first batch.
         slow: seconds; a batch that takes longer is one of the slowest, or is traced.
         trace: the trace in progress, if any.
     """
@@ -181,7 +178,6 @@ class Tally:
         self.workers = [WorkerTally() for _ in range(num_workers)]
         self.slowest: list[Slow] = []
         self.slow = -1.0
-        self.cpu_use: CpuUse | None = None
         self.trace: Trace | None = None
         self._attends = True  # whether more must be done with the next batch than adding its times
         self._batch = 0  # the last one passed to `gave`, if it is traced
@@ -228,7 +224,6 @@ class Tally:
         else:
             self.epochs, self.first_wait = 1, now - asked
             self.blocked = self.behind = self.drawing = 0.0  # the first batch's wait included these
-            self.cpu_use = CpuUse()
             self._began = now
         self._attends = False
         if (trace := self.trace) is not None:
@@ -237,11 +232,6 @@ class Tally:
                 trace.trainer("step", self._batch, self._left, asked)
             trace.trainer("wait", batch, asked, now)
         self._batch = batch
-
-    def ended(self) -> None:
-        """There is no further batch."""
-        if self.cpu_use is not None:
-            self.cpu_use.end()
 
     # ---- in the thread that receives
 
@@ -393,74 +383,23 @@ class Recorder:
             total=Tally.of([past, *writing]).period(),
             epochs=tuple([tally.times() for tally in (*ended, *writing) if tally.batches][-KEPT_EPOCHS:]),
             cpus=cpus(),
-            cpu_use=epoch.cpu_use.share if epoch.cpu_use is not None else None,
+            load=load(),
             prefetch_factor=epoch.depth,
             **of_loader,
         )
         return replace(stats, verdict=verdict(stats))
 
 
-# A container's share of the machine, and its use of it (control groups, version 2).
-_QUOTA, _USAGE = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu.stat")
-_MACHINE = Path("/proc/stat")
-
-
 def cpus() -> float:
     """How many CPUs this process may use; a container's limit may be a fraction."""
-    quota = _quota()
-    available = len(_allowed())
-    return available if quota is None else min(quota, available)
-
-
-class CpuUse:
-    """Measures from its creation to `end`; until then, to the moment when it is asked."""
-
-    def __init__(self) -> None:
-        self._began = _used()
-        self._end: tuple[float, float] | None = None
-
-    def end(self) -> None:
-        """Ends the measurement."""
-        self._end = _used()
-
-    @property
-    def share(self) -> float | None:
-        """From 0 to 1; None if it is unknown."""
-        now = self._end or _used()
-        if self._began is None or now is None or now[1] <= self._began[1]:
-            return None
-        return min(1.0, (now[0] - self._began[0]) / (now[1] - self._began[1]))
-
-
-def _used() -> tuple[float, float] | None:
-    """CPU time used, and CPU time available, in the same unit and counted from the same moment."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota = _quota()
-        if quota is not None and quota < len(_allowed()):
-            usage = dict(line.split() for line in _USAGE.read_text().splitlines())
-            return int(usage["usage_usec"]) / 1e6, time.monotonic() * quota
-        used = total = 0
-        allowed = _allowed()
-        for line in _MACHINE.read_text().splitlines():
-            name, *counts = line.split()
-            if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in allowed:
-                user, nice, system, idle, iowait, irq, softirq, steal = map(int, counts[:8])
-                used += user + nice + system + irq + softirq + steal
-                total += user + nice + system + irq + softirq + steal + idle + iowait
-        return (used, total) if total else None
-    except (OSError, KeyError, ValueError):  # another kernel, or no permission to read
-        return None
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(here, int(quota) / int(period))
+    except (OSError, ValueError):  # no control groups of version 2, or "max": there is no limit
+        return here
 
 
-def _quota() -> float | None:
-    try:
-        quota, period = _QUOTA.read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):  # "max": there is no limit
-        return None
-
-
-def _allowed() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
+def load() -> float:
+    """How many threads wanted a CPU in the last minute, for each that this machine has; 0 on Windows."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0

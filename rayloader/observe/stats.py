@@ -209,9 +209,8 @@ class LoaderStats:
     #: own and do not count. Both are 0 when an epoch has ended, unless workers are persistent.
     bytes_held: int = 0
     cpus: float = 1.0  #: that this process may use.
-    #: the share of them, from 0 to 1, that all processes have used since the first batch of the epoch; None if the
-    #: system does not report it.
-    cpu_use: float | None = None
+    #: how many threads wanted a CPU in the last minute, for each that the machine has: its load average; 0 on Windows.
+    load: float = 0.0
     dynamic: bool = False  #: whether `scheduling="dynamic"`.
     iterable: bool = False  #: whether the dataset is iterable-style.
     prefetch_factor: int = 0  #: batches of each worker that may be under way; 0 without workers.
@@ -226,7 +225,8 @@ class LoaderStats:
             lines.append(("trainer", _of_trainer(recent)))
         if recent.workers:
             lines.append(("workers", _of_workers(recent)))
-        lines.append(("machine", "; ".join(filter(None, [self._of_cpus(), self._of_memory()]))))
+        of_cpus = f"CPUs {self.cpus:g}, load {self.load:.0%}" * bool(recent.batches)
+        lines.append(("machine", "; ".join(filter(None, [of_cpus, self._of_memory()]))))
         if self.cache is not None:
             lines.append(("cache", str(self.cache)))
         failures = f"; restarts {figure(total.restarts)}, skipped samples {figure(total.skipped)}"
@@ -239,9 +239,6 @@ class LoaderStats:
         return "\n".join(f"{name:<{NAMES}}{_cut(_printable(text), wide)}".rstrip() for name, text in lines if text)
 
     __repr__ = __str__
-
-    def _of_cpus(self) -> str:
-        return "" if self.cpu_use is None else f"CPUs {self.cpu_use:.0%} of {self.cpus:g}"
 
     def _of_memory(self) -> str:
         if not self.num_workers:
@@ -287,8 +284,8 @@ WAIT_SHARE = 0.05
 STEP_SHARE = 0.05
 # Workers that are busy for this share of their time are the bottleneck; otherwise something keeps them from working.
 BUSY = 0.75
-# If this share of the CPUs is in use, more workers would only compete with each other.
-CPUS_IN_USE = 0.9
+# With such a load of the machine, more workers would only compete with each other.
+FULL_LOAD = 0.9
 # A worker that takes this many times as long as the others is called slow.
 SLOW_WORKER = 2.0
 # Batches count as stragglers if they are at most this share of all.
@@ -338,12 +335,8 @@ def _is_idle(period: Period) -> bool:
 
 def _no_cpu(stats: LoaderStats) -> str:
     """That further workers would find no CPU, if that is so."""
-    if stats.cpu_use is None or stats.cpu_use < CPUS_IN_USE:
-        return ""
-    return (
-        f"; all CPUs of this machine ({stats.cpus:g}) are in use already: cheaper samples would help, or workers on "
-        "other machines"
-    )
+    all_in_use = "; all CPUs of this machine are in use already: cheaper samples or other machines would help"
+    return all_in_use if stats.load >= FULL_LOAD else ""
 
 
 def _without_workers(stats: LoaderStats, period: Period, waits: str) -> str:

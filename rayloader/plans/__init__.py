@@ -5,10 +5,9 @@ Any loader that takes samplers takes them, torch's own too. Import from here::
     from rayloader.plans import Mixture, Packing, PackedStream, TokenBudget, Cuts, lengths, pack_collate
 """
 
+from rayloader.plans.budgets import Packing, TokenBudget
 from rayloader.plans.mixture import Mixture
-from rayloader.plans.packing import Packing
 from rayloader.plans.packs import Cuts, PackedStream, pack_collate
 from rayloader.plans.sample_lengths import lengths
-from rayloader.plans.token_budget import TokenBudget
 
 __all__ = ["Cuts", "Mixture", "PackedStream", "Packing", "TokenBudget", "lengths", "pack_collate"]

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rayloader.options import check_whole, is_whole
-from rayloader.plans.plan import Array, Facts, Latest, Order, Panel, Plan, shuffled
+from rayloader.options import check_whole
+from rayloader.plans.plan import Array, Latest, Order, Plan, shuffled
 
 _RUN = 32  # samples that one rank takes in a row, see `Mixture._order`
 _AT_ONCE = 1 << 20  # samples that are made together, so that NumPy's calls cost little
@@ -29,7 +29,6 @@ _NEAR = 1e-6  # counts that differ by less are equal: sums of floating-point num
 _BLOCK = 1 << 12  # samples of a block, about
 _PERIOD = 1 << 16  # the largest common denominator that is kept
 _LATE = 1e18  # added to the deadline of a sample that may not come yet: it comes only if no other may
-_SHOWN = 8  # sources in a picture, those that are read most
 
 
 class Mixture(Plan):
@@ -59,8 +58,8 @@ class Mixture(Plan):
             of which some may then be 0.
         seed: of the random order; from 0 on.
         epoch_size: samples of an epoch. It is rounded up to a multiple of the number of ranks.
-        stop: where an epoch ends without `epoch_size`: "first", when the first source is used up, "all", when all have
-            been read once, or a number of samples. It is told by the first epoch, and the same for all.
+        stop: where an epoch ends without `epoch_size`: "first", when the first source is used up, or "all", when all
+            have been read once. It is told by the first epoch, and the same for all.
         shuffle: otherwise each source is read in its order.
         num_replicas: see `Plan.for_rank`.
 
@@ -82,7 +81,7 @@ class Mixture(Plan):
         *,
         seed: int = 0,
         epoch_size: int | None = None,
-        stop: Literal["first", "all"] | int = "first",
+        stop: Literal["first", "all"] = "first",
         shuffle: bool = True,
         num_replicas: int = 1,
     ) -> None:
@@ -111,10 +110,8 @@ class Mixture(Plan):
         return np.asarray(self._stream(epoch).counts(np.array([place]))[0])
 
     def _end(self, stop: Any) -> int:
-        if is_whole(stop):
-            return check_whole("stop", stop, 1)
         if stop not in ("first", "all"):
-            raise ValueError(f'stop must be "first", "all" or a number of samples, got {stop!r}')
+            raise ValueError(f'stop must be "first" or "all", got {stop!r}; a number of samples is epoch_size')
         ends = [self._shares.when(source, size) for source, size in enumerate(self._sizes.tolist())]
         if stop == "all" and not math.isfinite(max(ends)):
             source = self._names[ends.index(math.inf)]
@@ -178,25 +175,18 @@ class Mixture(Plan):
             found[mine] = self._offsets[source] + places
         return found
 
-    def _facts(self) -> Facts:
-        epoch, at = self.epoch, np.unique(np.linspace(0, self.size, 101).astype(np.int64))
-        counts = self._stream(epoch).counts(at)
-        read = counts[-1] - counts[0]
+    def _facts(self) -> dict[str, str]:
+        before, after = self._before(self.epoch), self._before(self.epoch + 1)
         lines = {"samples": f"{self.size:,} in an epoch, of {self._sizes.sum():,} in {len(self._sizes)} sources"}
-        for name, count, size in zip(self._names, read.tolist(), self._sizes.tolist(), strict=True):
-            shown = f"{count:,} samples, {count / self.size:.3%} of the epoch; {count / size:.3f} times its {size:,}"
-            lines[name] = shown
-        wanted = np.array([self._shares.at(step) for step in (epoch * self.size + at).tolist()])
-        shares, targets = (100 * (of[1:] - of[0]).T / at[1:] for of in (counts, wanted))
-        most = np.argsort(-read, kind="stable")[:_SHOWN].tolist()
-        values = {self._names[source]: shares[source] for source in most}
-        across, up = "samples of the epoch that have been read", "% of the samples"
-        return lines, [Panel("Share of each source so far", across, up, values, at[1:], targets[most])]
+        for name, count, size in zip(self._names, (after - before).tolist(), self._sizes.tolist(), strict=True):
+            share = f"{count / self.size:.3%} of the epoch"
+            lines[name] = f"{count:,} samples, {share}; {count / size:.3f} times its {size:,}"
+        return lines
 
 
 def _size_of(name: str, source: Any) -> int:
     size = len(source) if hasattr(source, "__len__") else source
-    if not (is_whole(size) or isinstance(size, np.integer)) or size < 1:
+    if not hasattr(size, "__index__") or size < 1:
         raise ValueError(
             f"a source must be a dataset with a length, or a number of samples, of at least 1, and {name} is "
             f"{source!r:.100}; leave it out, or mix streams by a dataset that reads from them"
@@ -222,15 +212,12 @@ def _shares_of(weights: Any, keys: list[str] | None, names: list[str]) -> Shares
     rows = np.array([_in_order(row, keys) for _, row in pairs], np.float64)
     if rows.shape != (len(pairs), len(names)):
         raise ValueError(f"there must be one weight for each of the {len(names)} sources, got {weights!r}")
-    wrong = ~(np.isfinite(rows) & (rows >= 0)).all(axis=0) | ~rows.any(axis=0)
-    if wrong.any():
-        source = int(wrong.argmax())
+    fit = (np.isfinite(rows) & (rows >= 0)).all()
+    if not (fit and rows.any(axis=0).all() and rows.any(axis=1).all()):
         raise ValueError(
-            f"each source must have finite weights, from 0 on, and above 0 at some step, and {names[source]} has "
-            f"{rows[:, source].tolist()}; leave it out if it is not to be read"
+            "weights must be finite, from 0 on, and above 0 for each source at some step and for some source at each "
+            f"step, got {weights!r}; leave a source out that is not to be read"
         )
-    if not rows.any(axis=1).all():
-        raise ValueError(f"at least one weight must be above 0 at any step, got {weights!r}")
     return Shares(begins, rows / rows.sum(axis=1, keepdims=True), [*map(_block_size, rows)])
 
 

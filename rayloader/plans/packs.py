@@ -73,9 +73,7 @@ def pack_collate(
     labels.index_fill_(-1, torch.from_numpy(np.cumsum(sizes) - sizes), IGNORED)
     if pad and (missing := (seq_len or 0) - total):
         if missing < 0:
-            raise ValueError(
-                f"a pack that is padded must fit into seq_len, got {total} tokens and seq_len={seq_len}; raise it"
-            )
+            raise ValueError(f"a pack that is padded must fit into seq_len, got {total} tokens and seq_len={seq_len}")
         fill = {"input_ids": pad_id, "labels": IGNORED}
         joined = {name: padded(one, (0, missing), value=fill.get(name, 0)) for name, one in joined.items()}
         sizes, numbers, total = np.append(sizes, missing), np.append(numbers, -1), total + missing
@@ -137,8 +135,9 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         them: what is left of a sequence that was cut begins the next pack as a sequence of its own.
 
     Raises:
-        ValueError: `seq_len` is no whole number, or too small.
-        TypeError: `stream` is no iterable: a map-style dataset, for which there is `Packing`.
+        ValueError: `seq_len` is too small.
+        TypeError: `seq_len` is no whole number, or `stream` is no iterable: a map-style dataset, for which there is
+            `Packing`.
     """
 
     def __init__(self, stream: Any, seq_len: int, *, tokens: str = "input_ids", drop_last: bool = True) -> None:

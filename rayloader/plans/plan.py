@@ -1,4 +1,4 @@
-"""What all plans have in common, and what each says of itself: a few lines, and one picture.
+"""What all plans have in common, and what each says of itself, in a few lines.
 
 Promise: a plan is a function. From the same arguments, seed and epoch it gives the same items in any process, for any
 number of workers; nothing has to be saved but the epoch. It does not import Ray, and its order is made when it is first
@@ -31,8 +31,6 @@ Array = npt.NDArray[Any]
 
 _SMALL = 1 << 12  # orders of so many places are drawn at once
 _BLOCK = 1 << 16  # places that are shuffled together: they fit into the processor's cache
-_BINS = 60
-_WIDTH, _HEIGHT, _DPI = 8, 2.8, 100  # inches of a panel, one below the other: the picture is 800 pixels wide
 
 
 def shuffled(places: Array, count: int, *key: int) -> Array:
@@ -72,57 +70,6 @@ def _mix(numbers: Array, bits: int, constants: Array) -> None:
         numbers += term
         numbers &= mask
         numbers ^= numbers >> half
-
-
-class Panel(NamedTuple):
-    """A part of the picture: how often values come, or, with `steps`, how they go on.
-
-    Attributes:
-        title: of it.
-        across: what is on the horizontal axis, in words.
-        up: what is on the vertical axis.
-        values: those of one line each, by its name.
-        steps: at which the values are; None: they are counted.
-        targets: what the values of each line should be.
-    """
-
-    title: str
-    across: str
-    up: str
-    values: dict[str, Array]
-    steps: Array | None = None
-    targets: Sequence[Array] = ()
-
-
-# What is told of a plan: lines, by their headings, and the panels of the picture.
-Facts = tuple[dict[str, str], list[Panel]]
-
-
-def _write_picture(panels: list[Panel], path: str) -> None:
-    """Writes the panels into a PNG file. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the picture of a plan needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(_WIDTH, _HEIGHT * len(panels)), layout="constrained")
-    for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        axes.set_title(panel.title)
-        axes.set_xlabel(panel.across)
-        axes.set_ylabel(panel.up)
-        axes.xaxis.set_major_formatter("{x:,g}")
-        axes.yaxis.set_major_formatter("{x:,g}")
-        if panel.steps is None:
-            names, values = [*panel.values], [*panel.values.values()]
-            axes.hist(values, bins=_BINS, label=names, histtype="stepfilled", alpha=0.7)
-        for name, line in panel.values.items() if panel.steps is not None else ():
-            axes.plot(panel.steps, line, label=name)
-        for number, target in enumerate(panel.targets):
-            axes.plot(panel.steps, target, "k:", linewidth=1, label=None if number else "target")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        if len(panel.values) > 1:
-            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.savefig(path, dpi=_DPI, format="png")
 
 
 _Key = TypeVar("_Key")
@@ -211,18 +158,9 @@ class Plan(Planned):
         """Without what is made of the arguments, which copies make themselves."""
         return {name: Latest() if isinstance(value, Latest) else value for name, value in vars(self).items()}
 
-    def describe(self, picture: str | None = None) -> str:
-        """What is in this epoch, in words, and on request in one picture.
-
-        Args:
-            picture: the path of a PNG file to be written. This needs matplotlib.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        lines, panels = self._facts()
-        if picture is not None:
-            _write_picture(panels, picture)
+    def describe(self) -> str:
+        """What is in this epoch, in words."""
+        lines = self._facts()
         width = max(map(len, lines))
         return "\n".join(f"{heading:<{width}}  {line}" for heading, line in lines.items())
 
@@ -230,8 +168,8 @@ class Plan(Planned):
         """The order of an epoch, for a number of ranks."""
         raise NotImplementedError
 
-    def _facts(self) -> Facts:
-        """What is told of this epoch."""
+    def _facts(self) -> dict[str, str]:
+        """What is told of this epoch: lines, by their headings."""
         raise NotImplementedError
 
 
@@ -285,18 +223,15 @@ class BatchPlan(Plan):
         _, _, costs = self._steps(self.epoch, self.num_replicas)
         return np.asarray(costs.max(axis=1) / costs.mean(axis=1))
 
-    def _facts_of_steps(self) -> tuple[str, list[Panel]]:
-        """How equal the batches of a step are: a line, and a panel where there are several."""
+    def _steps_in_words(self) -> str:
+        """How many steps there are, and how equal the batches of a step are."""
         balance = self.balance()
         if self.num_replicas == 1:
-            return f"{len(balance):,} for one rank", []
-        line = (
+            return f"{len(balance):,} for one rank"
+        return (
             f"{len(balance):,} for {self.num_replicas} ranks; the most expensive batch of a step costs "
             f"{balance.mean():.4f} times the mean of the step on average, {balance.max():.3f} at most"
         )
-        excess = {"steps": 100 * (balance - 1)}
-        across = "% by which its most expensive batch costs more than the mean of its batches"
-        return line, [Panel("How unequal the ranks' batches of a step are", across, "steps", excess)]
 
     def _order(self, key: tuple[int, int]) -> Order:
         begins, ends, _ = self._steps(*key)
@@ -314,10 +249,7 @@ class BatchPlan(Plan):
         if not self.drop_last:
             begins, ends, costs = _filled(begins, ends, costs, -len(costs) % num_replicas)
         if not (steps := len(costs) // num_replicas):
-            raise ValueError(
-                f"with drop_last each rank must have a batch, and there are {len(costs)} for {num_replicas} ranks; "
-                "leave drop_last out, or make smaller batches"
-            )
+            raise ValueError(f"with drop_last each rank must have a batch, got {len(costs)} for {num_replicas} ranks")
         by_cost = np.argsort(-costs, kind="stable")[: steps * num_replicas]
         order = by_cost.reshape(steps, num_replicas)[shuffled(np.arange(steps), steps, self.seed, epoch, 1)]
         return begins[order], ends[order], costs[order]

@@ -5,18 +5,14 @@ Promise: lengths that do not make sense are an error that names the rule, the va
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from rayloader.data.trusted import open_own, path_in
 from rayloader.loader import DataLoader
 from rayloader.plans.plan import Array, shuffled
 
@@ -26,75 +22,29 @@ _WINDOWED = 1 << 20  # samples whose windows are made together, so that NumPy's 
 _LOW = np.uint64((1 << 32) - 1)
 
 
-def lengths(
-    dataset: Any,
-    fn: Callable[[Any], int] = len,
-    *,
-    where: str | os.PathLike[str] | None = None,
-    key: str | None = None,
-    bar: bool = True,
-    **options: Any,
-) -> Array:
+def lengths(dataset: Any, fn: Callable[[Any], int] = len, **options: Any) -> Array:
     """How long each sample of a dataset is, for a plan.
 
-    The samples are built once, by a loader's workers. With a folder, later runs with the same key read the result from
-    a file there; ranks of one machine should let one of them compute it first.
+    The samples are built once, by a loader's workers. Where that takes long, keep what comes by `numpy.save`; plans
+    take what `numpy.load(path, mmap_mode="r")` reads.
 
     For instance::
 
-        lengths = rayloader.lengths(texts, count_tokens, where="/data/cache", key="texts of May", num_workers=8)
+        lengths = rayloader.lengths(texts, count_tokens, num_workers=8)
         plan = rayloader.plans.TokenBudget(lengths, max_tokens=16_384)
 
     Args:
         dataset: map-style, with `__len__`.
         fn: gives the length of a sample, a whole number.
-        where: a folder on a local disk, such as that of `rayloader.cached`.
-        key: for a folder, which needs it: a text that says what the lengths are. As in `rayloader.cached`, nothing else
-            tells old ones from new ones: change it whenever the samples or `fn` change.
-        bar: whether a bar shows the progress in a terminal, where tqdm is installed.
         options: arguments of the loader, for instance `num_workers`.
 
     Returns:
-        int64 of shape (samples,); from a file it is a memory map that can't be written.
+        int64 of shape (samples,).
 
     Raises:
         TypeError: `fn` gives something else than a whole number.
-        ValueError: a folder without a key, or a key without a folder.
-        CacheError: others could have written the file.
     """
-    if where is None:
-        if key is not None:
-            raise ValueError("key= is of a folder: without one nothing is kept; leave it out, or pass where=")
-        return _computed(dataset, fn, bar, options)
-    path = path_in(where, dataset, key)
-    path = path.with_name(f"{path.name}.rayloader-lengths.npy")
-    with contextlib.suppress(FileNotFoundError):
-        return _read(path)
-    found = _computed(dataset, fn, bar, options)
-    path.parent.mkdir(0o700, parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # so that no process sees a part of it
-    with os.fdopen(open_own(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        np.save(file, found)
-    os.replace(unfinished, path)
-    return _read(path)
-
-
-def _read(path: Path) -> Array:
-    """The file's content, mapped. Raises FileNotFoundError, and CacheError if others could have written it."""
-    with os.fdopen(open_own(path), "rb") as file:
-        version = np.lib.format.read_magic(file)
-        assert version == (1, 0)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        return np.memmap(file, dtype, "r", file.tell(), shape)
-
-
-def _computed(dataset: Any, fn: Any, bar: bool, options: dict[str, Any]) -> Array:
     batches: Any = DataLoader(_Lengths(dataset, fn), batch_size=_AT_ONCE, **options)
-    if bar:
-        with contextlib.suppress(ImportError):
-            from tqdm.auto import tqdm
-
-            batches = tqdm(batches, desc="lengths", unit="batch", disable=None)
     return np.concatenate([np.zeros(0, np.int64), *batches])
 
 

@@ -14,10 +14,6 @@ class Squares:
         return torch.tensor(index * index)
 
 
-def collate(samples):
-    return torch.stack(samples)
-
-
 made = Squares()
 empty = []
 

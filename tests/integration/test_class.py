@@ -84,9 +84,9 @@ def test_a_number_of_the_wrong_type_is_torchs_error(options):
             loader_class(NUMBERS, **options)
 
 
-def test_prefetch_factor_0_is_refused_by_iter_with_torchs_type():
+def test_prefetch_factor_0_is_refused_by_iter():
     loader = DataLoader(NUMBERS, num_workers=1, prefetch_factor=0)
-    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
+    with pytest.raises(ValueError, match="prefetch_factor must be a whole number >= 1, got 0"):
         iter(loader)
 
 
@@ -411,7 +411,6 @@ def test_a_plain_dataset_object_is_enough(ray_session):
         ("timeout", float("nan"), ValueError),
         ("timeout", None, ValueError),
         ("timeout", "1", ValueError),
-        ("arenas", 1, TypeError),
     ],
 )
 def test_what_is_set_later_is_checked_as_at_first(num_workers, name, value, error):

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from documents import BLOCKS, ROOT, Block
-from rayloader.frameworks import adopted
+from rayloader.frameworks import patching
 
 COMMANDS = {
     "python": [],
@@ -41,7 +41,7 @@ def unpatched() -> Iterator[None]:
     method = multiprocessing.get_start_method(allow_none=True)
     yield
     multiprocessing.set_start_method(method, force=True)
-    for patch in list(adopted.patches):
+    for patch in list(patching._patches):
         patch.remove()
 
 

@@ -237,5 +237,5 @@ def test_packs_arrive_whole():
         assert pack["input_ids"][pack["cu_seqlens"][:-1]].tolist() == indices
 
 
-def test_lengths_are_computed_by_workers(tmp_path):
-    assert lengths(Texts(), where=tmp_path, key="texts", num_workers=2, workers="fork").tolist() == SIZES
+def test_lengths_are_computed_by_workers():
+    assert lengths(Texts(), num_workers=2, workers="fork").tolist() == SIZES

@@ -817,7 +817,7 @@ def test_samples_of_another_key_class_or_length_are_not_used(paths, tmp_path):
 
 @pytest.mark.parametrize("key", [None, "", b"1", 1])
 def test_a_folder_needs_a_key(key, tmp_path):
-    with pytest.raises(ValueError, match=r"a file in a folder needs key=, a text that you change whenever the samples"):
+    with pytest.raises(ValueError, match=r"where= must have key=, a text that you change whenever the samples"):
         cached([1], where=tmp_path, key=key)
     with pytest.raises(ValueError, match="key= is of a folder: a cache in memory ends with the program; leave it out"):
         cached([1], key="1")

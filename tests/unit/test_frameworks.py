@@ -22,7 +22,7 @@ import rayloader
 from rayloader._compat import BaseIterator, DatasetKind, MultiProcessIterator, SingleProcessIterator
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import OfOneProcess
-from rayloader.frameworks import adopted, patching, readers
+from rayloader.frameworks import patching, readers
 from rayloader.loader import WorkerCount
 from rayloader.observe.recorder import Recorder
 from rayloader.options import OwnArguments
@@ -260,7 +260,7 @@ def test_their_iterators_have_the_arguments_of_the_patch():
     assert list(loader) == [["x", 1], ["x", 2]]
     with pytest.raises(KeyError, match="0"):
         next(iter(anew))
-    with rayloader.patch(scheduling="dynamic", seeding="batch"), pytest.raises(ValueError, match="IterableDataset"):
+    with rayloader.patch(scheduling="dynamic", seeding="batch"), pytest.raises(ValueError, match="map-style dataset"):
         iter(Derived(Stream()))
 
 
@@ -325,7 +325,7 @@ class Threads(multiprocessing.context.SpawnContext):
     ids=["threads", "ranks"],
 )
 def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults, reason, monkeypatch, made):
-    adopted.warn_of_torchs.cache_clear()
+    patching.warn_of_torchs.cache_clear()
     with rayloader.patch(**defaults):
         loaders = [make(), make()]
         without_processes(monkeypatch)
@@ -337,7 +337,7 @@ def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults,
 
 
 def test_a_loader_that_was_there_before_the_patch_is_told_of(monkeypatch):
-    adopted.warn_of_torchs.cache_clear()
+    patching.warn_of_torchs.cache_clear()
     loader = Derived(DATASET, num_workers=1)
     with rayloader.patch():
         without_processes(monkeypatch)
@@ -521,7 +521,7 @@ def test_the_warning_of_a_rebuilt_loader_names_the_programs_line():
         ({"seedling": 1}, TypeError, "got seedling; choose from arenas, device, fresh_processes"),
         ({"num_workers": 1}, TypeError, "torch's has not, got num_workers"),
         ({"seeding": "epoch"}, ValueError, "seeding must be 'worker' or 'batch'"),
-        ({"arenas": 1}, TypeError, "arenas must be True or False"),
+        ({"max_skipped": "1"}, TypeError, "max_skipped must be a whole number >= 0"),
         ({"scheduling": "dynamic"}, ValueError, 'needs seeding="batch"'),
     ],
 )

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
 from rayloader.plans import Mixture, Packing, TokenBudget
-from rayloader.plans.packing import best_fit
+from rayloader.plans.budgets import best_fit
 from rayloader.plans.sample_lengths import lengths_of
 
 SIZES = [1 + 7 * number % 19 for number in range(60)]
@@ -129,7 +129,7 @@ def test_the_last_step_may_be_left_out(ranks):
 
 def test_too_few_batches_for_the_ranks():
     plan = TokenBudget([10] * 3, 30, num_replicas=4, drop_last=True)
-    with pytest.raises(ValueError, match="with drop_last each rank must have a batch, and there are 1 for 4 ranks"):
+    with pytest.raises(ValueError, match="with drop_last each rank must have a batch, got 1 for 4 ranks"):
         len(plan)
 
 
@@ -253,6 +253,18 @@ def test_what_becomes_of_samples_that_are_too_long(too_long, left_out):
         }[too_long]
     )
     assert (how := {"skip": "left out", "truncate": "cut off", "split": "split"}[too_long]) in plan.describe(), how
+
+
+def test_what_they_tell_of_themselves():
+    lengths = np.random.default_rng(0).integers(1, 100, 500)
+    budget = TokenBudget(lengths, 300, num_replicas=2)
+    text = budget.describe()
+    assert "samples  500\n" in text
+    assert f"{len(budget) // 2:,} for 2 ranks; the most expensive batch" in text
+    assert f"{budget.padding:.2%} of the tokens" in text
+    assert "efficiency" in Packing(lengths, 300).describe()
+    assert "for one rank" in Packing(lengths, 300).describe()
+    assert "12 tokens" in Packing([3, 4, 5], 8).describe()
 
 
 def test_wrong_arguments_of_packing():

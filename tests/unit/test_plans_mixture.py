@@ -97,7 +97,7 @@ def test_shares_of_many_sources_whose_weights_have_no_common_denominator():
 
 
 @pytest.mark.parametrize(
-    ("stop", "size"), [("first", 142), ("all", 250), (77, 77)]
+    ("stop", "size"), [("first", 142), ("all", 250)]
 )  # of 0.7 the first one, 100 samples, is used up; of 0.2 there are 50
 def test_where_an_epoch_ends(stop, size):
     mixture = Mixture([100, 50, 20], [0.7, 0.2, 0.1], stop=stop)
@@ -170,21 +170,21 @@ def test_a_shuffled_order_has_every_number_once_in_whatever_parts_it_is_asked_fo
         (([], []), "a mixture must have at least one source"),
         (([0], [1]), "a number of samples, of at least 1, and source 0 is 0;"),
         (([iter(())], [1]), "a source must be a dataset with a length, .* and source 0 is <"),
-        (([1, 1], [1, 0]), r"each source must have finite weights, .* and source 1 has \[0.0\]"),
-        (([1, 1], [1, float("nan")]), r"each source must have finite weights, .* and source 1 has \[nan\]"),
+        (([1, 1], [1, 0]), r"weights must be finite, .* got \[1, 0\]; leave a source out"),
+        (([1, 1], [1, float("nan")]), r"weights must be finite, .* got \[1, nan\]"),
         (([1, 1], [1]), "there must be one weight for each of the 2 sources"),
-        (([1, 1], [(0, [1, 1]), (5, [0, 0])]), "at least one weight must be above 0"),
-        (([1, 1], [(0, [1, 0]), (5, [1, 0])]), "above 0 at some step, and source 1"),
+        (([1, 1], [(0, [1, 1]), (5, [0, 0])]), "above 0 for each source at some step and for some source at each step"),
+        (([1, 1], [(0, [1, 0]), (5, [1, 0])]), "above 0 for each source at some step"),
         (([1, 1], [(5, [1, 1])]), "weights that change must be for steps that begin with 0"),
         (([1, 1], {"a": 1, "b": 2}), "weights must have the names of the sources, which have none"),
         (({"a": 1, "b": 1}, [1, 2]), r"weights must have the names of the sources, \['a', 'b'\], got \[1, 2\]"),
         (({"a": 1, "b": 1}, {"a": 1, "c": 2}), "weights must have the names of the sources"),
         (({"a": 1, "b": 1}, [(0, {"a": 1, "b": 2}), (9, {"a": 1})]), "weights must have the names of the sources"),
         (({"a": 1, "b": 0}, {"a": 1, "b": 2}), "of at least 1, and source b is 0;"),
-        (({"a": 1, "b": 1}, {"a": 1, "b": 0}), r"above 0 at some step, and source b has \[0.0\]"),
+        (({"a": 1, "b": 1}, {"a": 1, "b": 0}), "above 0 for each source at some step .* got {'a': 1, 'b': 0}"),
         (({}, {}), "a mixture must have at least one source"),
         (([1], [1], {"stop": "last"}), "stop must be"),
-        (([1], [1], {"stop": 0}), "stop must be a whole number >= 1"),
+        (([1], [1], {"stop": 0}), "stop must be .*; a number of samples is epoch_size"),
         (([1, 1], [(0, [1, 1]), (1, [1, 0])], {"stop": "all"}), "source 1 is never used up"),
         (([1], [1], {"epoch_size": 0}), "epoch_size must be a whole number >= 1"),
         (([1], [1], {"seed": -1}), "seed must be a whole number >= 0"),

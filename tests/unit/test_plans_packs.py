@@ -1,7 +1,6 @@
 """What is in a pack, parts of samples, packs of a stream, and lengths that are computed once."""
 
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -273,33 +272,12 @@ def size_of(text, more=0):
     return len(text["input_ids"]) + more
 
 
-def test_lengths_are_computed_once_and_kept(tmp_path):
-    folder = tmp_path / "cache"
-    first = rayloader.lengths(Texts([3, 1, 2]), size_of, where=folder, key="a")
-    assert (first.tolist(), first.dtype) == ([3, 1, 2], np.int64)
-    (file,) = folder.iterdir()
-    assert file.stat().st_mode & 0o77 == 0
+def test_lengths_are_computed_once():
     texts = Texts([3, 1, 2])
-    assert rayloader.lengths(texts, size_of, where=folder, key="a").tolist() == [3, 1, 2]
-    assert texts.read == 0
-    assert rayloader.lengths(Texts([3, 1, 4, 1]), size_of, where=folder, key="a").tolist() == [3, 1, 4, 1]
-    more = functools.partial(size_of, more=1)
-    assert rayloader.lengths(texts, more, where=folder, key="b").tolist() == [4, 2, 3]
-    assert len([*folder.iterdir()]) == 3
-    with pytest.raises(ValueError, match="needs key=, a text that you change whenever the samples change, got None"):
-        rayloader.lengths(texts, size_of, where=folder)
-    with pytest.raises(ValueError, match="key= is of a folder"):
-        rayloader.lengths(texts, size_of, key="a")
+    found = rayloader.lengths(texts, functools.partial(size_of, more=1))
+    assert (found.tolist(), found.dtype, texts.read) == ([4, 2, 3], np.int64, 3)
     assert rayloader.lengths([[1], [1, 2]]).tolist() == [1, 2]
     assert rayloader.lengths([]).tolist() == []
-
-
-def test_a_file_of_others_is_not_read(tmp_path):
-    rayloader.lengths(Texts([1]), size_of, where=tmp_path, key="a")
-    (file,) = tmp_path.iterdir()
-    os.chmod(file, 0o666)
-    with pytest.raises(rayloader.CacheError, match="to which nobody else may write; it has mode 100666"):
-        rayloader.lengths(Texts([1]), size_of, where=tmp_path, key="a")
 
 
 def test_a_length_is_a_whole_number():

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset
 
 from rayloader import DataLoader
 from rayloader.cli import doctor
 from rayloader.cli.bench import ROUNDS, Rate, fastest, for_step, numbers_of_workers, spread
 from rayloader.cli.bench import rates_of_rounds as of_rounds
-from rayloader.cli.given import CommandError, Subject
+from rayloader.cli.given import Subject
 
 
 def rate(num_workers, batches, wait_share=0.5):
@@ -30,11 +30,11 @@ def test_numbers_of_workers_double_up_to_the_most(most, numbers):
 @pytest.mark.parametrize(
     ("measured", "number", "reason"),
     [
-        (rates(n0=10.0), 0, "10.0 batches a second with no workers, the most of those tried"),
+        (rates(n0=10.0), 0, "10.0 batches a second with 0 workers, the most of those tried"),
         (
             rates(n0=100.0, n1=90.0),
             0,
-            "100.0 batches a second with no workers, the most of those tried",
+            "100.0 batches a second with 0 workers, the most of those tried",
         ),
         (rates(n0=10.0, n1=19.5, n2=20.0), 1, "19.5 batches a second with 1 worker, 98% of the rate with 2 workers"),
         (
@@ -134,7 +134,7 @@ GIVEN = {
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_loader_is_measured_as_it_is(loader_class, name):
     given = loader_class(**GIVEN[name])
-    subject = Subject.of(given)
+    subject = Subject(given)
     of_workers = {"num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
     local = TorchDataLoader(**{key: value for key, value in GIVEN[name].items() if key not in of_workers})
     batches = [*map(str, local)]
@@ -150,7 +150,7 @@ def test_a_loader_is_measured_as_it_is(loader_class, name):
 
 def test_a_loaders_own_arguments_are_rayloaders_alone():
     given = DataLoader(range(8), 2, num_workers=1, seeding="batch", ray_remote_args={"num_cpus": 1}, name="mine")
-    subject = Subject.of(given)
+    subject = Subject(given)
     assert type(subject.loader("torch", 1)) is TorchDataLoader
     ours = subject.loader("rayloader", 1)
     assert (ours.seeding, ours.ray_remote_args, ours.name) == ("batch", {"num_cpus": 1}, "mine")
@@ -162,14 +162,9 @@ def test_a_loaders_own_arguments_are_rayloaders_alone():
 def test_a_ranks_part_is_divided_once():
     given = DataLoader(range(16), 2, num_replicas=2, rank=1, shuffle=False)
     for kind in ("torch", "rayloader"):
-        assert [batch.tolist() for batch in Subject.of(given).loader(kind, 0)] == [batch.tolist() for batch in given]
+        assert [batch.tolist() for batch in Subject(given).loader(kind, 0)] == [batch.tolist() for batch in given]
 
 
-def test_a_dataset_has_the_commands_options():
-    loader = Subject.of(range(64), batch_size=None, shuffle=True, collate_fn=collate).loader("torch", 0)
-    assert (loader.batch_size, type(loader.sampler), loader.collate_fn) == (32, RandomSampler, collate)
-
-
-def test_a_loader_takes_none_of_these_options():
-    with pytest.raises(CommandError, match=r"as it is: leave out --batch-size and --collate-fn$"):
-        Subject.of(DataLoader([1]), batch_size=2, shuffle=None, collate_fn=collate)
+def test_a_dataset_is_loaded_in_batches_of_32_samples():
+    loader = Subject(range(64)).loader("torch", 0)
+    assert (loader.batch_size, [*map(len, loader)]) == (32, [32, 32])

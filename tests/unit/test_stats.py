@@ -107,7 +107,6 @@ def run_epoch(tally, clock, steps, *, samples=4, nbytes=100):
         tally.gave(clock.now - wait, tally.batches, samples, nbytes)
         clock.now += step
     tally.raised(clock.now)  # StopIteration
-    tally.ended()
 
 
 def test_wait_is_inside_next_and_step_between_two_calls(clock):
@@ -357,18 +356,18 @@ def test_workers_that_have_no_rest_need_more_beside_them():
 
 
 def test_no_more_workers_are_recommended_than_there_are_cpus_without_a_word():
-    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=3.0, cpu_use=0.5))
+    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=3.0, load=0.5))
     assert said.endswith("would end it, if they need less than a CPU each: this machine has 3")
 
 
 def test_where_all_cpus_are_in_use_more_workers_are_no_remedy():
-    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=2.0, cpu_use=0.97))
-    assert "all CPUs of this machine (2) are in use already" in said
+    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=2.0, load=0.97))
+    assert "all CPUs of this machine are in use already" in said
     assert "more worker" not in said
 
 
 def test_the_cpus_of_this_machine_do_not_matter_to_workers_elsewhere():
-    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=2.0, cpu_use=0.97, lane="Ray calls"))
+    said = verdict(stats(wait=0.005, step=0.010, build=0.030, cpus=2.0, load=0.97, lane="Ray calls"))
     assert said.endswith("about 2 more workers would end it")
 
 
@@ -451,7 +450,7 @@ def test_without_workers_and_without_a_cause_it_says_so():
 
 
 def test_without_workers_and_without_a_free_cpu_none_are_recommended():
-    assert "num_workers" not in verdict(stats(wait=0.03, step=0.02, workers=0, cpu_use=1.0, cpus=1.0))
+    assert "num_workers" not in verdict(stats(wait=0.03, step=0.02, workers=0, load=1.0, cpus=1.0))
 
 
 # ---- the verdict on what a recorder has been told
@@ -487,7 +486,7 @@ def told(clock, batches, *, wait, step, workers=2, build=lambda batch: 0.01, idl
 @pytest.fixture
 def idle_machine(monkeypatch):
     """A machine of 16 CPUs that have nothing to do, whatever the one of the test does."""
-    monkeypatch.setattr(recorder.CpuUse, "share", 0.0)
+    monkeypatch.setattr(recorder, "load", lambda: 0.0)
     monkeypatch.setattr(recorder, "cpus", lambda: 16.0)
 
 
@@ -558,14 +557,14 @@ FULL = CacheStats(1_281_167, 640_000, 123 * 10**9, 10**12, 12_345_678, 1_281_167
 ALL = {
     **{"workers": 128, "batches": 1_234_567, "samples": 987_654_321, "nbytes": 10**15, "epochs": 123},
     **{"restarts": 12, "skipped": 345_678, "page_locked": 1_234_567, "locked_bytes": 10**12, "cache": FULL},
-    **{"cpus": 127.5, "cpu_use": 1.0, "bytes_under_way": 123 * 10**9, "bytes_held": 123 * 10**9},
+    **{"cpus": 127.5, "load": 1.0, "bytes_under_way": 123 * 10**9, "bytes_held": 123 * 10**9},
 }
 LOADERS = {
     "none": {"workers": 0},
     "none, with all": {**ALL, "workers": 0, "slowest": SLOW},
     "two": {"slowest": SLOW},
     "short epochs": {"batches": 600, "samples": 12_345_678, "nbytes": 123 * 10**9, "epochs": 123},
-    "eight": {"workers": 8, "cpu_use": 0.5, "cache": FULL},
+    "eight": {"workers": 8, "load": 0.5, "cache": FULL},
     "all": {**ALL, "slowest": SLOW},
     "long": {**ALL, "slowest": LONG},
     "moving": {"slowest": MOVING},
@@ -575,7 +574,7 @@ SAID = {
     "the trainer is the bottleneck": {"wait": 0.0001, "step": 0.1, "build": 0.001, "busy": 0.25},
     "more workers": {"wait": 0.0127, "step": 0.0127, "build": 0.09},
     "each further worker": {"wait": 0.1, "step": 0.000001},
-    "all CPUs": {"wait": 0.1, "step": 0.000001, "cpu_use": 1.0, "cpus": 127.5},
+    "all CPUs": {"wait": 0.1, "step": 0.000001, "load": 1.0, "cpus": 127.5},
     "slow batches": {"wait": 0.1, "step": 0.000001, "busy": 0.5, "behind": 1.0, "slow": 1, "slow_ratio": 1234.0},
     "own work": {"wait": 0.1, "step": 0.000001, "blocked": 0.1},
     "the sampler": {"wait": 0.1, "step": 0.000001, "blocked": 0.1, "drawing": 1e9},
@@ -612,7 +611,7 @@ def test_the_text_holds_every_part():
         "123 epochs, 1.23M batches, 988M samples, 1 PB; ",
         "waits 100%: median 100 ms, p99 100 ms",
         "128 workers (line, arena), busy 50%",
-        "CPUs 100% of 127.5; batches: 123 GB wait, 123 GB held, 100% in 1 TB page-locked",
+        "CPUs 127.5, load 100%; batches: 123 GB wait, 123 GB held, 100% in 1 TB page-locked",
         "640k of 1.28M samples in 123 GB, full; 12.3M were read and 1.28M built: 91%",
         "restarts 12, skipped samples 346k",
         "batch 2: 1.25 s, indices [1000000, 1000001, 1000002, 1000003, 1000004, 1000005, ...]",
