@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rayloader.options import check_whole
+from rayloader.plans.picture import Panel
 from rayloader.plans.plan import Array, Batches, BatchPlan, shuffled, taking
 from rayloader.plans.sample_lengths import kept, lengths_of, narrow, sorted_windows
 
@@ -120,6 +121,13 @@ class TokenBudget(BatchPlan):
             "steps": self._steps_in_words(),
         }
 
+    def _panels(self) -> list[Panel]:
+        made = self._batches_of(self.epoch)
+        tokens, samples = {"with padding": made.room, "without": made.tokens}, {"samples": np.diff(made.bounds)}
+        of_tokens = Panel("How many tokens a batch has", "tokens of a batch", "batches", tokens)
+        of_samples = Panel("How many samples a batch has", "samples of a batch", "batches", samples)
+        return [of_tokens, of_samples, *super()._panels()]
+
 
 class Packing(BatchPlan):
     """A batch sampler of packs: each batch is the samples that together fill `seq_len` tokens.
@@ -223,6 +231,10 @@ class Packing(BatchPlan):
             "left out": f"{self.left_out:,} tokens",
             "steps": self._steps_in_words(),
         }
+
+    def _panels(self) -> list[Panel]:
+        tokens = {"tokens": self._batches_of(self.epoch).tokens}
+        return [Panel("How full packs are", "tokens of a pack", "packs", tokens), *super()._panels()]
 
 
 def best_fit(lengths: Array, room: int) -> Array:

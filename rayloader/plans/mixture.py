@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rayloader.options import check_whole
+from rayloader.plans.picture import Panel
 from rayloader.plans.plan import Array, Latest, Order, Plan, shuffled
 
 _RUN = 32  # samples that one rank takes in a row, see `Mixture._order`
@@ -28,6 +29,7 @@ _AT_ONCE = 1 << 20  # samples that are made together, so that NumPy's calls cost
 _NEAR = 1e-6  # counts that differ by less are equal: sums of floating-point numbers up to some billions
 _BLOCK = 1 << 12  # samples of a block, about
 _PERIOD = 1 << 16  # the largest common denominator that is kept
+_SHOWN = 8  # sources in a picture, those that are read most
 _LATE = 1e18  # added to the deadline of a sample that may not come yet: it comes only if no other may
 
 
@@ -182,6 +184,16 @@ class Mixture(Plan):
             share = f"{count / self.size:.3%} of the epoch"
             lines[name] = f"{count:,} samples, {share}; {count / size:.3f} times its {size:,}"
         return lines
+
+    def _panels(self) -> list[Panel]:
+        epoch, at = self.epoch, np.unique(np.linspace(0, self.size, 101).astype(np.int64))
+        counts = self._stream(epoch).counts(at)
+        wanted = np.array([self._shares.at(step) for step in (epoch * self.size + at).tolist()])
+        shares, targets = (100 * (of[1:] - of[0]).T / at[1:] for of in (counts, wanted))
+        most = np.argsort(counts[0] - counts[-1], kind="stable")[:_SHOWN].tolist()
+        values = {self._names[source]: shares[source] for source in most}
+        across, up = "samples of the epoch that have been read", "% of the samples"
+        return [Panel("Share of each source so far", across, up, values, at[1:], targets[most])]
 
 
 def _size_of(name: str, source: Any) -> int:

@@ -1,4 +1,4 @@
-"""What all plans have in common, and what each says of itself, in a few lines.
+"""What all plans have in common, and what each says of itself: a few lines, and one picture.
 
 Promise: a plan is a function. From the same arguments, seed and epoch it gives the same items in any process, for any
 number of workers; nothing has to be saved but the epoch. It does not import Ray, and its order is made when it is first
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayloader.options import check_whole
+from rayloader.plans.picture import Panel, write_picture
 from rayloader.resume.ranks import Shard
 from rayloader.resume.samplers import Planned, batches_are_made, check_batched
 
@@ -158,8 +159,17 @@ class Plan(Planned):
         """Without what is made of the arguments, which copies make themselves."""
         return {name: Latest() if isinstance(value, Latest) else value for name, value in vars(self).items()}
 
-    def describe(self) -> str:
-        """What is in this epoch, in words."""
+    def describe(self, picture: str | None = None) -> str:
+        """What is in this epoch, in words, and on request in one picture.
+
+        Args:
+            picture: the path of a PNG file to be written. This needs matplotlib.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        if picture is not None:
+            write_picture(self._panels(), picture)
         lines = self._facts()
         width = max(map(len, lines))
         return "\n".join(f"{heading:<{width}}  {line}" for heading, line in lines.items())
@@ -170,6 +180,10 @@ class Plan(Planned):
 
     def _facts(self) -> dict[str, str]:
         """What is told of this epoch: lines, by their headings."""
+        raise NotImplementedError
+
+    def _panels(self) -> list[Panel]:
+        """What the picture of this epoch shows."""
         raise NotImplementedError
 
 
@@ -232,6 +246,13 @@ class BatchPlan(Plan):
             f"{len(balance):,} for {self.num_replicas} ranks; the most expensive batch of a step costs "
             f"{balance.mean():.4f} times the mean of the step on average, {balance.max():.3f} at most"
         )
+
+    def _panels(self) -> list[Panel]:
+        if self.num_replicas == 1:
+            return []
+        across = "% by which its most expensive batch costs more than the mean of its batches"
+        title, excess = "How unequal the ranks' batches of a step are", {"steps": 100 * (self.balance() - 1)}
+        return [Panel(title, across, "steps", excess)]
 
     def _order(self, key: tuple[int, int]) -> Order:
         begins, ends, _ = self._steps(*key)
