@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.errors import level_outside
-from rayloader.task import Given
+from rayloader.task import Given, steps_in
 from rayloader.transport.lanes import switched_off
 
 # Batches on the device ahead of the program: one is copied while the other waits to be taken.
@@ -179,10 +179,7 @@ def check(loader: Any) -> None:
         if not is_whole(value := getattr(loader, name)) or value < 0:
             raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
     check_device(loader.device)
-    if loader.skip_steps is not None:
-        from rayloader.resume.skips import steps_in
-
-        steps_in(loader.skip_steps)
+    steps_in(loader.skip_steps)
     ahead, device = loader.prefetch_to_device, loader.device
     if ahead is not None and (device is None or not is_whole(ahead) or ahead < 1):
         raise ValueError(

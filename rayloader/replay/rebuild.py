@@ -17,11 +17,12 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
+from typing_extensions import override
 
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import RayloaderError, StateError, add_note
@@ -30,10 +31,9 @@ from rayloader.protocol import Caught
 from rayloader.random.generators import RandomState
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
-from rayloader.resume.skips import AllBut, SkipSteps
 from rayloader.resume.snapshot import has_state
 from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream
-from rayloader.task import Task
+from rayloader.task import SkipSteps, Step, Task
 from rayloader.transport import codec, raw
 
 _NONE = Task(-1, None, digest=0)
@@ -54,6 +54,26 @@ class Rebuilt(NamedTuple):
     indices: Any
     worker_id: int | None
     digest: int
+
+
+class AllBut(SkipSteps):
+    """Skips what is not needed to build one batch again.
+
+    Args:
+        needed: the steps of the epoch that are built, but for those that were skipped in the run.
+        skipped: these, as a state has them.
+        end: the step after the last one.
+        worker_id: the worker that builds them.
+    """
+
+    def __init__(self, needed: Container[int], end: int, worker_id: int, skipped: Iterable[Step] = ()) -> None:
+        super().__init__()
+        self._needed, self._skipped = needed, {*skipped}
+        self.end, self.only_worker = end, worker_id
+
+    @override
+    def has(self, step: Step) -> bool:
+        return step[1] not in self._needed or step in self._skipped
 
 
 class _Plan(NamedTuple):

@@ -21,7 +21,6 @@ from rayloader.resume.position import Position
 from rayloader.resume.ranks import in_batches, order_of, share
 from rayloader.resume.samplers import EpochBegin, Moment, Samplers, SamplerState, Stage, Start, ranks_in
 from rayloader.resume.saved import Checksums, saved_place
-from rayloader.resume.skips import SkipSteps
 from rayloader.resume.snapshot import WorkerState, has_state, load_state, own_state_of
 from rayloader.resume.state import (
     VERSIONS,
@@ -33,7 +32,7 @@ from rayloader.resume.state import (
     WorkerStart,
     as_saved,
 )
-from rayloader.task import Step
+from rayloader.task import SkipSteps, Step
 
 # The arguments that make a DistributedSampler this rank's; other ranks may continue, see `ranks.py`.
 _RANK = ("num_replicas", "rank")

@@ -16,7 +16,7 @@ from rayloader.protocol import carried
 from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.journal import Journal
 from rayloader.resume.samplers import EpochBegin, Samplers, Start
-from rayloader.task import NothingSkipped
+from rayloader.task import SkipSteps
 
 if TYPE_CHECKING:
     from rayloader.resume.state import State, Stream
@@ -53,7 +53,7 @@ class Position:
         self.journals = [Journal() for _ in range(num_workers)]  # the workers' own, for a position outlives its fleet
         self.packed: dict[Any, Any] = {}  # parts of the last state, see NOTE [Same parts] in state.py
         self.epochs_begun = epochs_begun  # of the run, this one included
-        self.skips: NothingSkipped = NothingSkipped()
+        self.skips = SkipSteps()
         self._forget_epoch()
 
     @property
@@ -146,20 +146,13 @@ class Position:
         """Whether the user already has this task's batch."""
         return task_id in self._ahead
 
-    def read_skips(self, loader: Any, instead: NothingSkipped | None = None) -> None:
+    def read_skips(self, loader: Any, instead: SkipSteps | None = None) -> None:
         """Reads the loader's `skip_steps`, or has others `instead`.
 
         It is called in an epoch of which nothing was drawn since it was begun or resumed.
         """
-        if instead is not None:
-            self.skips = instead
-        elif loader.skip_steps is None and not self.skips.steps:
-            self.skips = NothingSkipped()
-        else:
-            from rayloader.resume.skips import SkipSteps
-
-            at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
-            self.skips = SkipSteps(loader.skip_steps, self.skips.steps, at)
+        at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
+        self.skips = instead or SkipSteps(loader.skip_steps, self.skips.steps, at)
 
     def step_of(self, task_id: int) -> int:
         """The number of the next task's step, or of the last one's.
@@ -265,10 +258,10 @@ def new_position(loader: Any, state: State | None, base_seed: int, num_workers: 
     """The position of a new iterator of the loader, which continues from a state, or begins another epoch."""
     earlier = loader._position
     if state is not None:
-        begun, skips = state.epoch, {*state.skip_steps}
+        begun, skips = state.epoch, SkipSteps(known=state.skip_steps)
     else:
-        begun, skips = (0, set()) if earlier is None else (earlier.epochs_begun, earlier.skips.steps)
+        begun, skips = (0, SkipSteps()) if earlier is None else (earlier.epochs_begun, earlier.skips)
     iterable = bool(loader._dataset_kind)
     position = Position(Samplers(loader), base_seed, num_workers, iterable=iterable, epochs_begun=begun)
-    position.skips = NothingSkipped(skips)
+    position.skips = skips
     return position
