@@ -591,7 +591,7 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             ReplayError: a batch since the state came differently than in the run.
             Exception: raised by the dataset, as in the run.
         """
-        from rayloader.replay.rebuild import known_of, rebuilt_in_fork
+        from rayloader.rebuild import known_of, rebuilt_in_fork
 
         batch = rebuilt_in_fork(self, known_of(self, epoch, step, state), epoch, step).batch
         if (target := options.target_of(self.device)) is None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayloader.replay.rebuild import AllBut
+from rayloader.rebuild import AllBut
 from rayloader.task import SkipSteps, steps_in
 
 
