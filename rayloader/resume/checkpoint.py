@@ -17,10 +17,11 @@ from rayloader._compat import loading_streams
 from rayloader.errors import StateError
 from rayloader.random.generators import RandomState
 from rayloader.random.search import search
+from rayloader.resume.digest import drawn
 from rayloader.resume.position import Position
 from rayloader.resume.ranks import in_batches, order_of, share
-from rayloader.resume.samplers import EpochBegin, Moment, Samplers, SamplerState, Stage, Start, ranks_in
-from rayloader.resume.saved import Checksums, saved_place
+from rayloader.resume.samplers import EpochBegin, Moment, Samplers, SamplerState, Start, ranks_in
+from rayloader.resume.saved import saved_place
 from rayloader.resume.snapshot import WorkerState, has_state, load_state, own_state_of
 from rayloader.resume.state import (
     VERSIONS,
@@ -117,7 +118,7 @@ def _state(
         num_workers,
         _fits(loader, samplers),
         samplers.random(),
-        samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None)),
+        SamplerState(own.sampler, samplers.attributes(), samplers.progress(), stateful or samplers.is_stateful(None)),
         None if loader.num_workers else capture(loader, loaded),
         place,
         epoch=epoch,
@@ -275,7 +276,10 @@ def redealt(loader: Any, samplers: LoadedSamplers, states: list[State]) -> State
     places = [state.position for state in states if state.position is not None]
     if all(place.finished for place in places):
         return state
-    epochs = [(place.begin.starts[0].moment.epoch, place.begin.stages) for place in places]
+    epochs = [
+        ([simple.get("epoch") for simple in place.begin.starts[0].moment.attributes], place.begin.stages)
+        for place in places
+    ]
     if len(places) < len(states) or any(epoch != epochs[0] for epoch in epochs):
         raise StateError("the states are of different epochs; save them at the same step of every rank")
     if not epochs[0][1] and not any(place.draws for place in places):
@@ -291,14 +295,13 @@ def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[
     first = lead.begin.starts[0]
     start = samplers.of_this_rank(first.drawing or first.moment)
     with samplers.at(start):
-        order = order_of(part, len(stages[0].taken if stages else places))
+        order = order_of(part, len(stages[0] if stages else places))
     for rank, place in enumerate(places):
-        expected = {place.next_task: place.checksum, place.drawn: place.drawn_checksum}
-        checksums = Checksums(expected)
+        count, checksum = 0, 0
         mine = share(order, stages, len(places), rank, drop_last=part.drop_last)
-        for indices in itertools.islice(in_batches(mine, size, drop_last=loader.drop_last), max(expected)):
-            checksums.add(indices)
-        if not checksums.as_expected:
+        for indices in itertools.islice(in_batches(mine, size, drop_last=loader.drop_last), place.drawn):
+            count, checksum = count + 1, drawn(indices, checksum).checksum
+        if (count, checksum) != (place.drawn, place.drawn_checksum):
             raise StateError(
                 f"the sampler did not reproduce its indices, those that rank {rank} got before its state was saved; "
                 "create dataset and sampler (seed, shuffle, drop_last) like those that were saved. If they are alike, "
@@ -308,7 +311,7 @@ def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[
     taken = [
         [(0, place.next_task * size), *((task * size, (task + 1) * size) for task in place.ahead)] for place in places
     ]
-    return EpochBegin(starts=(Start(start),), stages=(*stages, Stage(taken)))
+    return EpochBegin(starts=(Start(start),), stages=(*stages, taken))
 
 
 @as_saved()

@@ -29,18 +29,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from rayloader.options import is_whole
+from rayloader.options import check_whole
 from rayloader.random.generators import RandomState
 from rayloader.resume.samplers import (
     QUIET_SAMPLERS,
     SHARDS,
     Planned,
-    Ranges,
     Samplers,
     Stage,
-    batches_are_made,
     chain_of,
-    check_batched,
     part_of,
     tell_epoch,
 )
@@ -83,8 +80,6 @@ class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters a
         self.is_random = False  # whether the last order was drawn from the global generators
 
     def __iter__(self) -> Iterator[Any]:
-        if batches_are_made():
-            check_batched(self)
         yield from dealt(self.order(), self.num_replicas, drop_last=self.drop_last)[self.rank]
 
     def __len__(self) -> int:
@@ -136,8 +131,7 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
     Raises:
         ValueError: one is out of range, or missing and not known to torch.distributed.
     """
-    if not is_whole(seed) or seed < 0:
-        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
+    seed = check_whole("seed", seed, 0)
     if num_replicas is None and rank is None:
         if seed:
             raise ValueError(
@@ -151,13 +145,9 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
             f"{given} was given without {missing}, which torch.distributed tells only after init_process_group(); pass "
             f"{missing} too"
         )
+    rank = check_whole("rank", dist.get_rank() if rank is None else rank, 0)
     num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-    rank = dist.get_rank() if rank is None else rank
-    if not is_whole(num_replicas) or num_replicas < 1:
-        raise ValueError(f"num_replicas must be a whole number >= 1, got {num_replicas!r}")
-    if not is_whole(rank) or not 0 <= rank < num_replicas:
-        raise ValueError(f"rank must be a whole number from 0 to {num_replicas - 1}, got {rank!r}")
-    return Ranks(num_replicas, rank, seed)
+    return Ranks(check_whole("num_replicas", num_replicas, rank + 1), rank, seed)
 
 
 class Order(NamedTuple):
@@ -288,7 +278,7 @@ def share(order: Sequence[_T], stages: Sequence[Stage], num_replicas: int, rank:
     """The items of a rank after these stages, of an epoch in this order."""
     left = list(range(len(order)))  # places: an item may come more than once in an epoch
     for stage in stages:
-        left = _left_over(left, stage.taken, drop_last=drop_last)
+        left = _left_over(left, stage, drop_last=drop_last)
     return [order[place] for place in dealt(left, num_replicas, drop_last=drop_last)[rank]]
 
 
@@ -307,7 +297,7 @@ def dealt(order: Sequence[_T], num_replicas: int, *, drop_last: bool) -> list[Se
     return [order[rank::num_replicas] for rank in range(num_replicas)]
 
 
-def _left_over(places: list[int], taken: list[Ranges], *, drop_last: bool) -> list[int]:
+def _left_over(places: list[int], taken: Stage, *, drop_last: bool) -> list[int]:
     shares = dealt(places, len(taken), drop_last=drop_last)
     gone = {
         place for mine, ranges in zip(shares, taken, strict=True) for begin, end in ranges for place in mine[begin:end]
@@ -321,6 +311,6 @@ def iterator_of(samplers: Samplers, stages: Sequence[Stage]) -> Any:
         return iter(samplers.index_sampler)
     part = samplers.part
     assert part is not None
-    order = order_of(part, len(stages[0].taken))
+    order = order_of(part, len(stages[0]))
     mine = share(order, stages, part.num_replicas, part.rank, drop_last=part.drop_last)
     return in_batches(mine, samplers.batch_size, drop_last=samplers.drop_last)

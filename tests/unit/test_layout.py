@@ -259,7 +259,6 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/transport/pickler.py", "_length_"): "likewise",
     ("rayloader/transport/pickler.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
     ("rayloader/frameworks/readers.py", "_getframe"): "documented, of sys",
-    ("rayloader/resume/samplers.py", "_getframe"): "likewise",
 }
 NAMED_TUPLES = {"_replace", "_make", "_fields", "_asdict"}  # their public methods
 ON_ITSELF = {"self", "cls", "super()"}  # whose names may be inherited: that only types would tell
