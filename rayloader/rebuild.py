@@ -136,29 +136,18 @@ def rebuilt(loader: Any, states: Sequence[State], epoch: int, step: int) -> Rebu
     return Rebuilt(batch, indices, worker_id, digest_of(batch) if task.digest is None else task.digest, count)
 
 
-def known_of(loader: Any, epoch: int, step: int, state: Any = None) -> list[State]:
-    """The states from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
+def rebuilt_in_fork(loader: Any, epoch: int, step: int, state: Any = None) -> Rebuilt:
+    """The same in a fork of this process, in which nothing changes; see `DataLoader.batch_at`.
 
     Raises:
         ValueError: there is no such epoch or step.
-    """
-    check_whole("epoch", epoch, 0)
-    check_whole("step", step, 0)
-    states = [] if state is None else [state] if isinstance(state, dict) else [*state]
-    return [State.load(one) for one in states or [loader.state_dict()]]
-
-
-def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int) -> Rebuilt:
-    """The same in a fork of this process, in which nothing changes.
-
-    Raises:
         RayloaderError: the fork has died.
         Exception: as `rebuilt` does.
     """
-    if multiprocessing.current_process().daemon:
-        raise RayloaderError(
-            "batch_at() can't be called in a worker, which may have no processes; call it in the program"
-        )
+    check_whole("epoch", epoch, 0)
+    check_whole("step", step, 0)
+    given = [] if state is None else [state] if isinstance(state, dict) else [*state]
+    states = [State.load(one) for one in given or [loader.state_dict()]]
     check_means("batch_at()")
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)

@@ -43,7 +43,7 @@ _WHOLE = 64  # characters of a text, and items of a list, that a description hol
 
 
 def show(source: Source, key: Key = "", as_json: AsJson = False) -> None:
-    """Print what is in a loader's state: its position, what it fits, and versions."""
+    """Print what is in a loader's state: its position, and what it fits."""
     try:
         states = [described(State.load(one)) for one in load(source, key)]
     except (CommandError, RayloaderError) as error:

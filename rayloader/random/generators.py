@@ -191,10 +191,13 @@ class RandomState(NamedTuple):
 
     def since(self, before: RandomState) -> RandomState:
         """The changed states."""
+        same_numpy = self.numpy is before.numpy or (
+            self.numpy is not None and before.numpy is not None and same_state(self.numpy[1], before.numpy[1])
+        )
         return RandomState(
             None if self.python == before.python else self.python,
             None if self.torch == before.torch else self.torch,
-            self._numpy_since(before),
+            None if self.numpy is None or same_numpy else (b"", self.numpy[1]),
             None if same_state(self.others, before.others) else self.others,
             None if same_state(self.held, before.held) else self.held,
         )
@@ -202,11 +205,6 @@ class RandomState(NamedTuple):
     def equals(self, other: RandomState) -> bool:
         """Whether all are the same."""
         return self.since(other) == RandomState()
-
-    def _numpy_since(self, before: RandomState) -> _Numpy | None:
-        if self.numpy is None or self.numpy is before.numpy:
-            return None
-        return None if before.numpy is not None and same_state(self.numpy[1], before.numpy[1]) else (b"", self.numpy[1])
 
     def over(self, before: RandomState) -> RandomState:
         """The inverse of `since`."""

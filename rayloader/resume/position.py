@@ -6,8 +6,8 @@ Promise: only batches that were handed to the user count.
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rayloader import fetching
@@ -22,20 +22,8 @@ if TYPE_CHECKING:
     from rayloader.resume.state import State, Stream
 
 
-class DrawnAgain(Iterator[Any]):
+class DrawnAgain(itertools.chain[Any]):
     """A sampler's iterator of a resumed epoch: first the indices that were drawn, but not taken, before saving."""
-
-    def __init__(self, ahead: Iterable[Any], indices: Iterator[Any], *, ended: bool) -> None:
-        self._ahead = deque(ahead)
-        self._indices = indices
-        self._ended = ended  # read again, the sampler might begin its next epoch
-
-    def __next__(self) -> Any:
-        if self._ahead:
-            return self._ahead.popleft()
-        if self._ended:
-            raise StopIteration
-        return next(self._indices)
 
 
 class Position:

@@ -150,49 +150,43 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
     return Ranks(check_whole("num_replicas", num_replicas, rank + 1), rank, seed)
 
 
-class Order(NamedTuple):
-    """The arguments of a loader that say what it reads, and in which order."""
+def of_rank(
+    dataset: Any, shuffle: bool | None, sampler: Any, batch_sampler: Any, drop_last: bool, *, ranks: Ranks, own: Any
+) -> tuple[bool | None, Any, Any]:
+    """The arguments `shuffle`, `sampler` and `batch_sampler` of a loader for the rank's part, from those for all.
 
-    dataset: Any
-    shuffle: bool | None
-    sampler: Any
-    batch_sampler: Any
-    drop_last: bool
-
-
-def of_rank(order: Order, ranks: Ranks, own: Any) -> Order:
-    """The arguments for the rank's part. An iterable dataset chooses its part itself, see `get_shard_info`.
+    An iterable dataset chooses its part itself, see `get_shard_info`.
 
     Args:
-        order: of all the data.
+        dataset: of the loader.
+        shuffle: argument of the loader.
+        sampler: argument of the loader.
+        batch_sampler: argument of the loader.
+        drop_last: argument of the loader.
         ranks: whose part.
         own: the index sampler of the loader that is being rebuilt here, if so: the parts in it are ours.
 
     Raises:
         ValueError: it is a part already.
     """
-    given = order.sampler if order.batch_sampler is None else order.batch_sampler
-    parts = [sampler for sampler in chain_of(given) if is_part(sampler)]
+    order = shuffle, sampler, batch_sampler
+    parts = [one for one in chain_of(sampler if batch_sampler is None else batch_sampler) if is_part(one)]
     if parts and all(any(part is known for known in chain_of(own)) for part in parts):
         return order
-    is_iterable = isinstance(order.dataset, IterableDataset)
-    if is_iterable and is_part(order.dataset):
-        parts.append(order.dataset)
+    is_iterable = isinstance(dataset, IterableDataset)
+    if is_iterable and is_part(dataset):
+        parts.append(dataset)
     num_replicas, rank, seed = ranks
     if parts and num_replicas > 1:
         _refuse(parts[0])
     if is_iterable or parts:
         return order
-    if order.batch_sampler is not None:
-        drop_last = bool(getattr(order.batch_sampler, "drop_last", False))
-        shard = Shard(order.batch_sampler, num_replicas, rank, seed=seed, drop_last=drop_last)
-        return order._replace(batch_sampler=shard)
-    if order.sampler is not None:
-        return order._replace(sampler=Shard(order.sampler, num_replicas, rank, seed=seed, drop_last=order.drop_last))
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        order.dataset, num_replicas, rank, shuffle=bool(order.shuffle), seed=seed, drop_last=order.drop_last
-    )
-    return order._replace(shuffle=None, sampler=sampler)
+    if batch_sampler is not None:
+        drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        return shuffle, sampler, Shard(batch_sampler, num_replicas, rank, seed=seed, drop_last=drop_last)
+    if sampler is not None:
+        return shuffle, Shard(sampler, num_replicas, rank, seed=seed, drop_last=drop_last), None
+    return None, DistributedSampler(dataset, num_replicas, rank, bool(shuffle), seed, drop_last), None
 
 
 def check_once(index_sampler: Any) -> None:

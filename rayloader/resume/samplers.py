@@ -82,17 +82,15 @@ class OwnState(NamedTuple):
 
 
 class SamplerState(NamedTuple):
-    """The samplers when the state was saved, apart from the generators.
+    """What a state says of the samplers beside their `Moment`.
 
     Attributes:
         own: the result of the sampler's `state_dict`, pickled.
-        attributes: as in `Moment`.
         progress: for each sampler, the attributes that had changed since a loader first had it.
         tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
     """
 
     own: bytes | None
-    attributes: tuple[dict[str, Any], ...]
     progress: tuple[tuple[str, ...], ...]
     tells: bool
 

@@ -133,7 +133,8 @@ def _draw_again(position: Position, saved: SavedPlace, indices_of: dict[int, cod
                 count += 1
                 found[count] = checksum
             if all(found.get(number) == expected for number, expected in known):
-                return DrawnAgain(ahead, iterator, ended=count < position._draws)
+                ended = count < position._draws  # read again, the sampler might begin its next epoch
+                return DrawnAgain(ahead, () if ended else iterator)
     raise StateError(
         f"the sampler did not reproduce its indices: the first {position.next_task} batches, or those drawn ahead, "
         "differ from the saved ones. A sampler must depend on nothing but its arguments, set_epoch and random "

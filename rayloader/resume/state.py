@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import pickle
-import platform
 import reprlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rayloader._version import __version__
 from rayloader.errors import NESTING, StateError, too_deep
 from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn
@@ -34,19 +32,13 @@ from rayloader.task import Step, Task
 from rayloader.transport import codec
 from rayloader.transport.pickler import ByIdPickler, dumped
 
-FORMAT, VERSION = "rayloader", 19
+FORMAT, VERSION = "rayloader", 20
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 _TORCHDATAS = {"_snapshot", "_sampler_iter_yielded"}  # of which the states of torchdata's loader have one
 TAKEN = "_num_yielded"
 _ARRAY, _SCALAR = "rayloader: array", "rayloader: scalar"  # key of a tensor, in a dict with the name of its dtype
 _ATOMS = {int, float, str, bytes, bool, type(None)}
-VERSIONS = {
-    "rayloader": __version__,
-    "python": platform.python_version(),
-    "torch": str(torch.__version__),
-    "numpy": np.__version__,
-}
 
 # ---- records
 
@@ -193,31 +185,24 @@ class State(NamedTuple):
     Attributes:
         num_workers: that the batches depend on.
         fits: what it must have in common with the loader that loads it.
-        now: the program's generators from which the samplers and the base seed draw.
-        sampler: the program's samplers.
+        now: the program's samplers, and the generators from which they and the base seed draw.
+        sampler: what else there is to the samplers.
         process: the program's own objects that do the work; None: workers do.
         position: in the epoch; None: the next `iter()` begins one.
         epoch: the number of the epoch that the next `iter()` continues or begins, of all of the run, from 0.
         skip_steps: what `skip_steps` named, as pairs of an epoch and a step.
-        versions: of what built the batches.
         redeal: how an epoch of other ranks began, which the next `iter()` continues with new workers.
     """
 
     num_workers: int
     fits: Fits
-    now: RandomState
+    now: Moment
     sampler: SamplerState
     process: LocalState | None
     position: SavedPlace | None
     epoch: int
     skip_steps: tuple[Step, ...]
-    versions: dict[str, str]
     redeal: EpochBegin | None = None
-
-    @property
-    def moment(self) -> Moment:
-        """The samplers when the state was saved."""
-        return Moment(self.now, self.sampler.attributes)
 
     @property
     def taken(self) -> int:
@@ -258,10 +243,9 @@ class State(NamedTuple):
         if not isinstance(packed, dict) or packed.get("format") != FORMAT:
             raise StateError(f"this is not a state of a rayloader.DataLoader: {reprlib.repr(packed)}")
         if (version := packed.get("version")) != VERSION:
-            wrote = packed["versions"].get("rayloader", "") if isinstance(packed.get("versions"), dict) else ""
             raise StateError(
-                f"the state has version {version!r}, this rayloader reads {VERSION}; load it with the rayloader "
-                f"that wrote it{wrote and f', {wrote}'}"
+                f"the state has version {version!r}, this rayloader reads {VERSION}; load it with the rayloader that "
+                "wrote it"
             )
         if missing := sorted({*cls._fields, TAKEN} - packed.keys()):
             raise StateError(
@@ -423,7 +407,7 @@ _PLACE = _record(SavedPlace, begin=_BEGIN, stream=_STREAM, workers=_each(_WORKER
 _STATE = _record(
     State,
     fits=_FITS,
-    now=_RANDOM,
+    now=_MOMENT,
     sampler=_SAMPLER,
     process=_maybe(_PROCESS),
     position=_maybe(_Form(lambda _: None, _PLACE.unpack)),  # `State.pack` packs it

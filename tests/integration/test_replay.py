@@ -366,15 +366,6 @@ def test_classes_of_a_function_are_the_program_s_own(num_workers):
         loader.batch_at(0, 1, state=state)
 
 
-def test_a_worker_builds_no_batch_again():
-    class Asks(data.Augmented):
-        def __getitem__(self, index):
-            return data.make(num_workers=0).batch_at(0, 0)
-
-    with pytest.raises(RayloaderError, match=r"batch_at\(\) can't be called in a worker"):
-        next(iter(data.make(Asks(), **FORKS)))
-
-
 # ---- the command
 
 

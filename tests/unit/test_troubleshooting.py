@@ -40,8 +40,6 @@ SAYS |= {"warn", "warning", "info", "add_note", "refusal"}
 NOT_ON_THE_PAGE = {
     "SingleProcessIterator requires timeout == 0": "torch's own text",
     "decode needs the skeleton's ... buffers": "an assertion of the code",
-    "...: without workers the samples draw": "goes on after `the state is of a loader with num_workers=`",
-    "...: its dataset is a stream, or has a state": "goes on after `the state is of a loader with num_workers=`",
     "... on node ... is another file": "goes on after `The dataset refers to`",
     "... node ... does not have": "goes on after `The dataset refers to`",
     "it is of another format, or of another number of samples": "goes on after `the cache ... can't be used`",
