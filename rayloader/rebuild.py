@@ -31,6 +31,7 @@ from rayloader.protocol import Caught
 from rayloader.random.generators import RandomState
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
+from rayloader.resume.samplers import Samplers, ranks_in
 from rayloader.resume.snapshot import has_state
 from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream
 from rayloader.task import SkipSteps, Step, Task
@@ -115,13 +116,13 @@ def rebuilt(loader: Any, states: Sequence[State], epoch: int, step: int) -> Rebu
                 error = raised
             task: Task = iterator.last_task
             number = iterator.position.step_of(task.task_id)
+        if number > step:
+            raise StopIteration
     except StopIteration:
         raise _never_came(step) from None
     finally:
         with contextlib.suppress(AttributeError):  # it has no workers
             iterator._shutdown_workers()
-    if number > step:
-        raise _never_came(step)
     if error is not None:
         raise error
     of_samples = "samples draw" if loader.seeding != "batch" and count else ""
@@ -202,10 +203,10 @@ def _send(connection: Any, *arguments: Any) -> None:
 
 def _nearest(loader: Any, states: Sequence[State], epoch: int, step: int) -> State:
     """The state from which the fewest steps lead to this one."""
-    rank = checkpoint.rank_of(loader)
-    fitting = [state for state in states if state.epoch == epoch and (rank is None or state.fits.rank == rank)]
+    ranks = ranks_in(loader, Samplers(loader))
+    fitting = [state for state in states if state.epoch == epoch and (ranks is None or state.fits.rank == ranks.rank)]
     if not fitting:
-        of_rank = "" if rank is None else f" and of rank {rank}"
+        of_rank = "" if ranks is None else f" and of rank {ranks.rank}"
         raise StateError(
             f"to build step {step} of epoch {epoch}, a state of that epoch{of_rank} is needed; got states of epochs "
             f"{sorted({state.epoch for state in states})}"
@@ -228,9 +229,7 @@ def _planned(loader: Any, state: State, step: int) -> tuple[State, SkipSteps, in
             state = _with_workers(state, lambda _: checkpoint.fresh_worker(state.position))
         return state, AllBut({step}, step + 1, step % max(1, count)), 0
     if not count:
-        of_run = SkipSteps(known=state.skip_steps)
-        of_run.end = step + 1
-        return state, of_run, step - start
+        return state, AllBut(range(start, step + 1), step + 1, 0, state.skip_steps), step - start
     if is_iterable:  # whose turn it is depends on which streams have ended before, so all are read
         return state, SkipSteps(), step - start
     if count > 1 and (not loader.in_order or loader.scheduling == "dynamic"):

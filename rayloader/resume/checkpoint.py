@@ -59,7 +59,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         stateful = position.stateful
         if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
             place, num_workers = saved_place(position), position.num_workers
-        epoch, skips = position.epochs_begun - (not position.finished), position.skips.in_order
+        epoch, skips = position.epoch_of_run + position.finished, position.skips.in_order
     if position.follows_break and not position.delivered:
         warnings.warn(
             "this state was saved before the first batch of an epoch that follows one that was broken off: if the "
@@ -183,12 +183,6 @@ def fresh_worker(place: SavedPlace | None) -> SavedWorker:
     """A worker of the epoch of this place that has built nothing, and need not have."""
     epoch = 0 if place is None or place.finished else place.begin.epoch
     return SavedWorker(WorkerStart(WorkerState(epoch=epoch) if epoch else None))
-
-
-def rank_of(loader: Any) -> int | None:
-    """The rank of a loader that is one of several ranks'."""
-    ranks = ranks_in(loader, Samplers(loader))
-    return None if ranks is None else int(ranks.rank)
 
 
 def fits_any_workers(state: State) -> bool:

@@ -29,9 +29,7 @@ class DrawnAgain(itertools.chain[Any]):
 class Position:
     """The position of one iterator's user; kept up to date by the epoch, under `lock`."""
 
-    def __init__(
-        self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool, epochs_begun: int = 0
-    ) -> None:
+    def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
         self.lock = new_lock()
         self.handed: Any = None  # the `Task` whose batch the user was given last
         self.samplers = samplers
@@ -40,18 +38,13 @@ class Position:
         self.iterable = iterable
         self.journals = [Journal() for _ in range(num_workers)]  # the workers' own, for a position outlives its fleet
         self.packed: dict[Any, Any] = {}  # parts of the last state, see NOTE [Same parts] in state.py
-        self.epochs_begun = epochs_begun  # of the run, this one included
+        self.epoch_of_run = -1  # the number of the epoch that was begun last, from 0
         self.skips = SkipSteps()
         self._forget_epoch()
 
-    @property
-    def epoch_of_run(self) -> int:
-        """The number of this epoch, from 0."""
-        return self.epochs_begun - 1
-
     def begins(self, again: bool) -> None:
         """A new epoch, before the sampler's iterator is created; `again`: of workers that had one before."""
-        self.epochs_begun += 1
+        self.epoch_of_run += 1
         self._forget_epoch()
         start = Start(self.samplers.capture(), self.samplers.own_state())
         self._begin_is(epoch=self.begin.epoch + again, starts=(start,), stages=())
@@ -116,15 +109,14 @@ class Position:
         """The sampler has given the indices of this task; returns whether the user already has its batch."""
         self._draws = max(self._draws, task_id + 1)
         self._checksums[task_id] = checksum
-        known = task_id in self._ahead
-        skipped = not known and not self.iterable and self.skips.has((self.epoch_of_run, task_id))
-        if known or skipped:
+        is_the_users = self.has(task_id) or (not self.iterable and self.skips.has((self.epoch_of_run, task_id)))
+        if is_the_users:
             self._ahead[task_id] = checksum
         if task_id == 0 and self.stateful and len(self.begin.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
             after = Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum)
             self._begin_is(starts=(*self.begin.starts, after))
-        return known or skipped
+        return is_the_users
 
     def sampler_ended(self, total: int) -> None:
         """The sampler has yielded the indices of `total` tasks, and has no more."""
@@ -238,18 +230,16 @@ class Draws:
         result = drawn(indices, self._checksum, carried())
         self._checksum = result.checksum
         self.count += 1
-        is_the_users = self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)
-        return None if is_the_users else result
+        return None if self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum) else result
 
 
 def new_position(loader: Any, state: State | None, base_seed: int, num_workers: int) -> Position:
     """The position of a new iterator of the loader, which continues from a state, or begins another epoch."""
     earlier = loader._position
-    if state is not None:
-        begun, skips = state.epoch, SkipSteps(known=state.skip_steps)
-    else:
-        begun, skips = (0, SkipSteps()) if earlier is None else (earlier.epochs_begun, earlier.skips)
     iterable = bool(loader._dataset_kind)
-    position = Position(Samplers(loader), base_seed, num_workers, iterable=iterable, epochs_begun=begun)
-    position.skips = skips
+    position = Position(Samplers(loader), base_seed, num_workers, iterable=iterable)
+    if state is not None:
+        position.epoch_of_run, position.skips = state.epoch - 1, SkipSteps(known=state.skip_steps)
+    elif earlier is not None:
+        position.epoch_of_run, position.skips = earlier.epoch_of_run, earlier.skips
     return position

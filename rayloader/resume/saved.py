@@ -39,8 +39,8 @@ def _worker_of(journal: Journal, *, is_compared: bool) -> SavedWorker:
         raise StateError(f"a worker's dataset could not save its state:\n{base.error}")
     if is_compared and not may_be_stale(base):
         before = None
-    to_rebuild = [(task.task_id, task.digest) for task in journal.to_rebuild.values()]
-    return SavedWorker(WorkerStart(base, before), journal.remembers, tuple(to_rebuild))  # type: ignore[arg-type]  # taken
+    to_rebuild = tuple([(task.task_id, task.digest) for task in journal.to_rebuild.values()])
+    return SavedWorker(WorkerStart(base, before), journal.remembers, to_rebuild)  # type: ignore[arg-type]  # taken
 
 
 def saved_place(position: Position) -> SavedPlace:
@@ -87,7 +87,7 @@ def move_to(position: Position, saved: SavedPlace) -> Any:
         StateError: the sampler does not reproduce its indices.
     """
     position.begin = saved.begin
-    position.epochs_begun += not saved.finished
+    position.epoch_of_run += not saved.finished
     position.next_task, position.next_worker = saved.next_task, saved.next_worker
     position.delivered, position.skipped, position.finished = saved.delivered, saved.skipped, saved.finished
     position._ahead = dict.fromkeys(saved.ahead, saved.checksum)
