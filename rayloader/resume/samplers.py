@@ -271,14 +271,8 @@ class Samplers:
 
     def progress(self) -> tuple[tuple[str, ...], ...]:
         """For each sampler, the attributes that have changed since a loader first had it."""
-        return tuple(
-            tuple(
-                name
-                for name, value in simple_in(sampler).items()
-                if name not in first or not is_same_value(value, first[name])
-            )
-            for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
-        )
+        changed = [simple_in(sampler).items() - _first_attributes(sampler).items() for sampler in self._chain]
+        return tuple(tuple(sorted(name for name, _ in items)) for items in changed)
 
     def _check_generators(self, moment: Moment) -> None:
         others = moment.random.others
@@ -406,11 +400,6 @@ def _makes_generator(sampler: Any) -> bool:
     return had is None and not is_quiet(sampler)
 
 
-def is_same_value(a: Any, b: Any) -> bool:
-    """Whether two values of such an attribute are the same; NaN is itself."""
-    return bool(a == b) or (a != a and b != b)
-
-
 # ---- what is in a sampler; no code of the user's runs
 
 
@@ -422,8 +411,6 @@ def attributes_of(obj: Any) -> dict[str, Any]:
 
 def own_classes(sampler: Any) -> list[type]:
     """The classes of a sampler that do not belong to torch or Python."""
-    if _is_stock(type(sampler).__module__):
-        return []
     return [kind for kind in type(sampler).__mro__ if not _is_stock(kind.__module__)]
 
 
