@@ -36,7 +36,6 @@ LONG = 100
 ATOMS = {type(None), bool, int, float, complex, str, bytes, bytearray, types.ModuleType, torch.Tensor, range}
 ATOMS |= {torch.dtype, torch.device, torch.Size, types.CodeType, np.dtype}
 ATOMS |= {types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType}
-_KEYS = {type(None), bool, int, float, str, bytes}  # of dicts that are followed
 _SEQUENCES = list, tuple, collections.deque
 _ENDS = (types.ModuleType, torch.Tensor, np.ndarray, *KINDS)
 # What objects of Python's own kinds hold beside their attributes.
@@ -137,7 +136,13 @@ def _items(obj: Any) -> tuple[Iterable[Any], list[Any]]:
     """
     if is_a(obj, dict):
         items = list(itertools.islice(dict.items(obj), MOST))
-        items = [(key, value) for key, value in items if type(value) not in ATOMS and type(key) in _KEYS]
+        items = [(key, value) for key, value in items if type(value) not in ATOMS and _is_plain(key)]
         return [key for key, _ in items], [value for _, value in items]
     base = next((base for base in _SEQUENCES if is_a(obj, base)), None)
     return itertools.count(), [] if base is None else list(itertools.islice(base.__iter__(obj), MOST))
+
+
+def _is_plain(key: Any) -> bool:
+    return type(key) in (str, int, float, bool, bytes, type(None)) or (
+        type(key) is tuple and all(map(_is_plain, key))
+    )  # fmt: skip
