@@ -297,14 +297,14 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         self.prefetch_to_device = prefetch_to_device
         self.skip_steps = skip_steps
         if num_replicas is not None or rank is not None or type(seed) is not int or seed:
-            from rayloader.resume.ranks import Order, SameOrder, of_rank, ranks_of
+            from rayloader.resume.ranks import SameOrder, of_rank, ranks_of
 
             if (ranks := ranks_of(num_replicas, rank, seed)) is not None:
                 self.num_replicas, self.rank, self.seed = ranks
                 before = num_workers.loader() if isinstance(num_workers, WorkerCount) else None
                 own = before._index_sampler if before is not None and before._ranks == ranks else None
-                order = of_rank(Order(dataset, shuffle, sampler, batch_sampler, drop_last), ranks, own)
-                _, shuffle, sampler, batch_sampler, _ = order
+                order = of_rank(dataset, shuffle, sampler, batch_sampler, drop_last, ranks=ranks, own=own)
+                shuffle, sampler, batch_sampler = order
                 self._same_order = SameOrder()
             self._ranks = ranks
         super().__init__(
@@ -591,9 +591,9 @@ class DataLoader(_TorchLoaderOf[_T_co]):
             ReplayError: a batch since the state came differently than in the run.
             Exception: raised by the dataset, as in the run.
         """
-        from rayloader.replay.rebuild import known_of, rebuilt_in_fork
+        from rayloader.rebuild import rebuilt_in_fork
 
-        batch = rebuilt_in_fork(self, known_of(self, epoch, step, state), epoch, step).batch
+        batch = rebuilt_in_fork(self, epoch, step, state).batch
         if (target := options.target_of(self.device)) is None:
             return batch
         from rayloader.gpu.to_device import moved_here

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rayloader.errors import level_outside
-from rayloader.task import Given
+from rayloader.task import Given, steps_in
 from rayloader.transport.lanes import switched_off
 
 # Batches on the device ahead of the program: one is copied while the other waits to be taken.
@@ -183,10 +183,7 @@ def check(loader: Any) -> None:
         check_whole(name, getattr(loader, name), 0)
     if loader.device is not None:
         torch.device(loader.device)  # raises torch's error
-    if loader.skip_steps is not None:
-        from rayloader.resume.skips import steps_in
-
-        steps_in(loader.skip_steps)
+    steps_in(loader.skip_steps)
     ahead = loader.prefetch_to_device
     if ahead is not None and check_whole("prefetch_to_device", ahead, 1) and loader.device is None:
         raise ValueError(

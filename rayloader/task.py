@@ -1,4 +1,4 @@
-"""The record of one task, from the draw of its indices until the user has its batch.
+"""The record of one task, from the draw of its indices until the user has its batch; and the steps that get no task.
 
 Promise: standard library only, and data only. Only the schedule changes `state`, `worker_id` and what has come of a
 task; the journal of its worker keeps the record as long as the batch may have to be rebuilt.
@@ -7,6 +7,8 @@ task; the journal of its worker keeps the record as long as the batch may have t
 from __future__ import annotations
 
 import math
+import operator
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,20 +39,36 @@ Step = tuple[int, int]  # epoch, and the number of a batch in the order of its s
 Given = Iterable[int | Step] | None  # a loader's `skip_steps`
 
 
-class NothingSkipped:
-    """The steps that a loader without `skip_steps` skips; with them see `SkipSteps` in `resume/skips.py`.
+class SkipSteps:
+    """The steps of a run that nobody builds and nobody gets.
+
+    The sampler's draws stay as they are, and so do the numbers of all other steps; what is skipped is part of a state.
+    An entry that comes too late, after its step was drawn, is never in effect, which a warning says.
+
+    Args:
+        given: the loader's `skip_steps`.
+        known: the steps that it skipped by a state, or in its earlier epochs.
+        at: the first step that is not drawn yet.
 
     Attributes:
         end: no step of this number, or a later one, is drawn.
         only_worker: that has work; None: all have.
-        steps: those that it skipped by a state, or in its earlier epochs; without effect here.
+        steps: those that are skipped.
     """
 
     end: float = math.inf
     only_worker: int | None = None
 
-    def __init__(self, steps: Iterable[Step] = ()) -> None:
-        self.steps: set[Step] = {*steps}
+    def __init__(self, given: Given = None, known: Iterable[Step] = (), at: Step = (0, 0)) -> None:
+        self.steps: set[Step] = {*known}
+        new = steps_in(given) - self.steps
+        self.steps |= {step for step in new if step >= at}
+        if late := new - self.steps:
+            warnings.warn(
+                f"skip_steps names {_in_words(late)}, but the run is at {_in_words([at])} already: it is not skipped. "
+                "Load a state from before it",
+                stacklevel=2,
+            )
 
     @property
     def in_order(self) -> tuple[Step, ...]:
@@ -59,10 +77,51 @@ class NothingSkipped:
 
     def has(self, step: Step) -> bool:
         """Whether a step, which is about to be drawn, is skipped."""
-        return False
+        return step in self.steps
 
     def forget(self, epoch: int) -> None:
         """The steps of this epoch are numbered anew, because other ranks have begun it: none of them is skipped."""
+        if dropped := {step for step in self.steps if step[0] == epoch}:
+            self.steps -= dropped
+            warnings.warn(
+                f"skip_steps names {_in_words(dropped)}; but the rest of epoch {epoch} is dealt out to another number "
+                "of ranks, its steps have other numbers, and none of them is skipped",
+                stacklevel=2,
+            )
+
+
+def steps_in(given: Given) -> set[Step]:
+    """The steps that a value of `skip_steps` names.
+
+    Raises:
+        ValueError: one is negative.
+        TypeError: it holds something that is no step.
+    """
+    if given is None:
+        return set()
+    try:
+        return {_step(entry) for entry in given}
+    except TypeError:
+        raise TypeError(
+            f"skip_steps must hold numbers of steps, or pairs of an epoch and a step, got {given!r}"
+        ) from None
+
+
+def _step(entry: Any) -> Step:
+    pair = entry if isinstance(entry, (tuple, list)) else (0, entry)
+    if len(pair) != 2 or any(isinstance(number, bool) for number in pair):
+        raise TypeError
+    epoch, step = map(operator.index, pair)
+    if epoch < 0 or step < 0:
+        raise ValueError(f"skip_steps must hold numbers of steps and epochs >= 0, got {entry!r}; both count from 0")
+    return epoch, step
+
+
+def _in_words(steps: Iterable[Step]) -> str:
+    """Steps, for a message."""
+    first, *others = sorted(steps)
+    more = f" and {len(others)} more" if others else ""
+    return f"step {first[1]} of epoch {first[0]}{more}"
 
 
 @dataclass(eq=False, slots=True)

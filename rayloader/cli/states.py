@@ -17,10 +17,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from rayloader.cli.given import AsJson, CommandError, err, fail, made, out, print_json, shown
+from rayloader.cli.given import AsJson, CommandError, fail, made, out, print_json, shown
 from rayloader.errors import RayloaderError, StateError
 from rayloader.loader import DataLoader
-from rayloader.replay.rebuild import Rebuilt, Reconstruction
+from rayloader.rebuild import Rebuilt, rebuilt
 from rayloader.resume.state import FORMAT, VERSION, State
 
 Source = Annotated[Path, typer.Argument(help="a checkpoint with a state", show_default=False)]
@@ -41,7 +41,7 @@ _WHOLE = 64  # characters of a text, and items of a list, that a description hol
 
 
 def show(source: Source, key: Key = "", as_json: AsJson = False) -> None:
-    """Print what is in a loader's state: its position, what it fits, and versions."""
+    """Print what is in a loader's state: its position, and what it fits."""
     try:
         states = [described(State.load(one)) for one in load(source, key)]
     except (CommandError, RayloaderError) as error:
@@ -102,10 +102,7 @@ def replay(
         given = {name: value for name, value in (("rank", rank), ("num_replicas", world)) if value is not None}
         if not isinstance(the_loader := made(loader, **given), DataLoader):
             raise CommandError(f"{loader} must be or return a rayloader.DataLoader, got {type(the_loader).__name__}")
-        rebuilding = Reconstruction(the_loader, states, chosen, step)
-        if rebuilding.before:
-            err.print(f"Built before step {step:,}: {rebuilding.before:,} of its worker's batches.")
-        batch, indices, worker_id, digest = _built(rebuilding, step)
+        batch, indices, worker_id, digest, before = _built(the_loader, states, chosen, step)
         if save is not None:
             torch.save(batch, save)
     except (CommandError, RayloaderError) as error:
@@ -115,7 +112,7 @@ def replay(
         "step": step,
         "worker": worker_id,
         "digest": f"{digest:08x}",
-        "built before it": rebuilding.before,
+        "built before it": before,
         "indices": _in_types_of_json(indices),
     }
     if as_json:
@@ -127,10 +124,10 @@ def replay(
         out.print("indices:", shown(str(found["indices"])))
 
 
-def _built(rebuilding: Reconstruction, step: int) -> Rebuilt:
+def _built(loader: Any, states: list[State], epoch: int, step: int) -> Rebuilt:
     """The batch; an exception of the dataset's is told without the loader's own lines."""
     try:
-        return rebuilding.run()
+        return rebuilt(loader, states, epoch, step)
     except RayloaderError:
         raise
     except Exception as error:

@@ -46,7 +46,7 @@ from rayloader.protocol import Replica, Setup
 from rayloader.resume.journal import Resumed
 from rayloader.resume.position import new_position
 from rayloader.resume.samplers import Resuming, trains_in_a_group
-from rayloader.task import NothingSkipped, Task
+from rayloader.task import SkipSteps, Task
 from rayloader.workers.fleet import Fleet
 from rayloader.workers.janitor import ends_with_program, janitor
 
@@ -78,7 +78,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
     _watch: Any = None  # of what its first batches show, see `undivided.py`
     _workers = ()  # libraries that keep an iterator ask for torch's processes, and end it by `_shutdown_workers()`
 
-    def __init__(self, loader: Any, num_workers: int, state: State | None, skips: NothingSkipped | None = None) -> None:
+    def __init__(self, loader: Any, num_workers: int, state: State | None, skips: SkipSteps | None = None) -> None:
         self._pid = os.getpid()
         self._skips = skips  # what it skips in place of the loader's `skip_steps`
         self._options = Options.of(loader)  # before torch draws anything

@@ -44,7 +44,7 @@ from rayloader.resume.samplers import Resuming, trains_in_a_group
 from rayloader.resume.saved import move_to
 from rayloader.resume.snapshot import end_again, has_state, load_state
 from rayloader.resume.state import State, Stream
-from rayloader.task import NothingSkipped, Task
+from rayloader.task import SkipSteps, Task
 
 
 class LocalIterator(OfOneProcess, SingleProcessIterator):
@@ -62,7 +62,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
     last_task: Any = None
     _watch: Any = None  # of what its first batches show, see `undivided.py`
 
-    def __init__(self, loader: Any, state: State | None, skips: NothingSkipped | None = None) -> None:
+    def __init__(self, loader: Any, state: State | None, skips: SkipSteps | None = None) -> None:
         self._options = Options.of(loader)  # before torch draws anything
         self._target = target_of(self._options.device)
         saved, _ = continuation(loader, state, 0)

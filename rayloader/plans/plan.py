@@ -26,7 +26,7 @@ import numpy.typing as npt
 from rayloader.options import check_whole
 from rayloader.plans.picture import Panel, write_picture
 from rayloader.resume.ranks import Shard
-from rayloader.resume.samplers import Planned, batches_are_made, check_batched
+from rayloader.resume.samplers import Planned
 
 Array = npt.NDArray[Any]
 
@@ -148,8 +148,6 @@ class Plan(Planned):
         return Shard(self, num_replicas, rank, seed=self.seed, drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        if batches_are_made():
-            check_batched(self)
         return iter(self.order_for(self.num_replicas))
 
     def __len__(self) -> int:

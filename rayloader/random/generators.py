@@ -91,11 +91,6 @@ def same_state(a: Any, b: Any) -> bool:
     return pickle.dumps(a, 4) == pickle.dumps(b, 4)  # of a class of the user's
 
 
-def suit(generators: list[Any], states: Sequence[Any]) -> bool:
-    """Whether these states can belong to these generators: the same number, each of its kind."""
-    return len(generators) == len(states) and all(map(suits, generators, states))
-
-
 def suits(generator: Any, state: Any) -> bool:
     """Whether this state of some generator can belong to one of this kind."""
     own = state_of(generator)
@@ -196,28 +191,20 @@ class RandomState(NamedTuple):
 
     def since(self, before: RandomState) -> RandomState:
         """The changed states."""
+        same_numpy = self.numpy is before.numpy or (
+            self.numpy is not None and before.numpy is not None and same_state(self.numpy[1], before.numpy[1])
+        )
         return RandomState(
             None if self.python == before.python else self.python,
             None if self.torch == before.torch else self.torch,
-            self._numpy_since(before),
+            None if self.numpy is None or same_numpy else (b"", self.numpy[1]),
             None if same_state(self.others, before.others) else self.others,
             None if same_state(self.held, before.held) else self.held,
         )
 
     def equals(self, other: RandomState) -> bool:
         """Whether all are the same."""
-        return (
-            self.torch == other.torch
-            and self.python == other.python
-            and same_state(self.others, other.others)
-            and same_state(self.held, other.held)
-            and (self.numpy is other.numpy or self._numpy_since(other) is None)
-        )
-
-    def _numpy_since(self, before: RandomState) -> _Numpy | None:
-        if self.numpy is None or self.numpy is before.numpy:
-            return None
-        return None if before.numpy is not None and same_state(self.numpy[1], before.numpy[1]) else (b"", self.numpy[1])
+        return self.since(other) == RandomState()
 
     def over(self, before: RandomState) -> RandomState:
         """The inverse of `since`."""
@@ -271,16 +258,8 @@ def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
     for one, owner, name in global_generators():
         if obj is one:
             return getattr, (owner, name)
-    if isinstance(obj, random.SystemRandom) and type(obj).__reduce__ is random.Random.__reduce__:
-        return _without_state, (type(obj), vars(obj))
     return reduced(obj)
 
 
 # For the pickler of a replica.
 GENERATORS = Special(KINDS, reduce_generator)
-
-
-def _without_state(kind: Any, attributes: dict[str, Any]) -> Any:
-    generator = kind.__new__(kind)
-    vars(generator).update(attributes)
-    return generator

@@ -17,14 +17,13 @@ from rayloader._compat import loading_streams
 from rayloader.errors import StateError
 from rayloader.random.generators import RandomState
 from rayloader.random.search import search
+from rayloader.resume.digest import drawn
 from rayloader.resume.position import Position
 from rayloader.resume.ranks import in_batches, order_of, share
-from rayloader.resume.samplers import EpochBegin, Moment, Samplers, SamplerState, Stage, Start, ranks_in
-from rayloader.resume.saved import Checksums, saved_place
-from rayloader.resume.skips import SkipSteps
+from rayloader.resume.samplers import EpochBegin, Moment, Samplers, SamplerState, Start, ranks_in
+from rayloader.resume.saved import saved_place
 from rayloader.resume.snapshot import WorkerState, has_state, load_state, own_state_of
 from rayloader.resume.state import (
-    VERSIONS,
     Fits,
     LocalState,
     SavedPlace,
@@ -33,7 +32,7 @@ from rayloader.resume.state import (
     WorkerStart,
     as_saved,
 )
-from rayloader.task import Step
+from rayloader.task import SkipSteps, Step
 
 # The arguments that make a DistributedSampler this rank's; other ranks may continue, see `ranks.py`.
 _RANK = ("num_replicas", "rank")
@@ -60,7 +59,7 @@ def make_state(loader: Any, position: Position | None, num_workers: int) -> dict
         stateful = position.stateful
         if not position.finished or (loader.persistent_workers and position.num_workers == num_workers):
             place, num_workers = saved_place(position), position.num_workers
-        epoch, skips = position.epochs_begun - (not position.finished), position.skips.in_order
+        epoch, skips = position.epoch_of_run + position.finished, position.skips.in_order
     if position.follows_break and not position.delivered:
         warnings.warn(
             "this state was saved before the first batch of an epoch that follows one that was broken off: if the "
@@ -117,13 +116,12 @@ def _state(
     return State(
         num_workers,
         _fits(loader, samplers),
-        samplers.random(),
-        samplers.state(own.sampler, tells=stateful or samplers.is_stateful(None)),
-        None if loader.num_workers else capture(loader, loaded),
+        samplers.capture(),
+        SamplerState(own.sampler, samplers.progress(), stateful or samplers.is_stateful(None)),
+        None if loader.num_workers else LocalState(capture_random(loader), loaded or own_state_of(loader.dataset)),
         place,
         epoch=epoch,
         skip_steps=skip_steps,
-        versions=VERSIONS,
     )
 
 
@@ -154,7 +152,7 @@ def load(loader: Any, state: State | list[State]) -> State:
         else:
             samplers.load(state.sampler.own)
         with as_saved():
-            samplers.move_to(state.moment)
+            samplers.move_to(state.now)
     except Exception:  # the user's own load_state_dict() may raise anything
         before.restore([])
         raise
@@ -185,12 +183,6 @@ def fresh_worker(place: SavedPlace | None) -> SavedWorker:
     """A worker of the epoch of this place that has built nothing, and need not have."""
     epoch = 0 if place is None or place.finished else place.begin.epoch
     return SavedWorker(WorkerStart(WorkerState(epoch=epoch) if epoch else None))
-
-
-def rank_of(loader: Any) -> int | None:
-    """The rank of a loader that is one of several ranks'."""
-    ranks = ranks_in(loader, Samplers(loader))
-    return None if ranks is None else int(ranks.rank)
 
 
 def fits_any_workers(state: State) -> bool:
@@ -226,16 +218,11 @@ def _check_workers(loader: Any, state: State, num_workers: int) -> None:
     """
     if bool(state.num_workers) == bool(num_workers) or _fits_any_workers(loader, state):
         return
-    what = f"the state is of a loader with num_workers={state.num_workers}, this one has {num_workers}"
-    remedy = "create the loader with workers, or without, like the one that was saved"
-    if loader.seeding != "batch":
-        raise StateError(
-            f"{what}: without workers the samples draw from the program's own random generators, and with workers each "
-            f'worker has a stream of its own; {remedy}. With seeding="batch" both give the same batches'
-        )
     raise StateError(
-        f"{what}: its dataset is a stream, or has a state or random generators of its own, which the process that "
-        f"does the work has; {remedy}"
+        f"the state is of a loader with num_workers={state.num_workers}, this one has {num_workers}: without workers "
+        "the samples draw from the program's own random generators, and with workers each worker has a stream of its "
+        'own; create the loader with workers, or without, like the one that was saved. With seeding="batch" both give '
+        "the same batches, unless the dataset is a stream, or has a state or random generators of its own"
     )
 
 
@@ -269,14 +256,17 @@ def redealt(loader: Any, samplers: LoadedSamplers, states: list[State]) -> State
     lead = next((state for state in states if state.position is not None and state.position.draws), states[0])
     if any(state.skip_steps != lead.skip_steps for state in states):
         raise StateError("the ranks' states differ in their skip_steps; all ranks must skip the same steps")
-    now = samplers.of_this_rank(lead.moment)
+    now = samplers.of_this_rank(lead.now)
     state = _state(loader, samplers, states[0].num_workers, skip_steps=lead.skip_steps)
     state = state._replace(epoch=min(one.epoch for one in states))
-    state = state._replace(now=now.random, sampler=lead.sampler._replace(own=None, attributes=now.attributes))
+    state = state._replace(now=now, sampler=lead.sampler._replace(own=None))
     places = [state.position for state in states if state.position is not None]
     if all(place.finished for place in places):
         return state
-    epochs = [(place.begin.starts[0].moment.epoch, place.begin.stages) for place in places]
+    epochs = [
+        ([simple.get("epoch") for simple in place.begin.starts[0].moment.attributes], place.begin.stages)
+        for place in places
+    ]
     if len(places) < len(states) or any(epoch != epochs[0] for epoch in epochs):
         raise StateError("the states are of different epochs; save them at the same step of every rank")
     if not epochs[0][1] and not any(place.draws for place in places):
@@ -292,14 +282,13 @@ def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[
     first = lead.begin.starts[0]
     start = samplers.of_this_rank(first.drawing or first.moment)
     with samplers.at(start):
-        order = order_of(part, len(stages[0].taken if stages else places))
+        order = order_of(part, len(stages[0] if stages else places))
     for rank, place in enumerate(places):
-        expected = {place.next_task: place.checksum, place.drawn: place.drawn_checksum}
-        checksums = Checksums(expected)
+        count, checksum = 0, 0
         mine = share(order, stages, len(places), rank, drop_last=part.drop_last)
-        for indices in itertools.islice(in_batches(mine, size, drop_last=loader.drop_last), max(expected)):
-            checksums.add(indices)
-        if not checksums.as_expected:
+        for indices in itertools.islice(in_batches(mine, size, drop_last=loader.drop_last), place.drawn):
+            count, checksum = count + 1, drawn(indices, checksum).checksum
+        if (count, checksum) != (place.drawn, place.drawn_checksum):
             raise StateError(
                 f"the sampler did not reproduce its indices, those that rank {rank} got before its state was saved; "
                 "create dataset and sampler (seed, shuffle, drop_last) like those that were saved. If they are alike, "
@@ -309,7 +298,7 @@ def _rest(loader: Any, samplers: LoadedSamplers, lead: SavedPlace, places: list[
     taken = [
         [(0, place.next_task * size), *((task * size, (task + 1) * size) for task in place.ahead)] for place in places
     ]
-    return EpochBegin(starts=(Start(start),), stages=(*stages, Stage(taken)))
+    return EpochBegin(starts=(Start(start),), stages=(*stages, taken))
 
 
 @as_saved()
@@ -333,7 +322,7 @@ def _checked(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: b
                 "not be the rest of the same stream; create the loader like the one that was saved"
                 + (", or load the list of all ranks' states" if name in _RANK else "")
             )
-    names = samplers.check(state.moment, state.sampler)
+    names = samplers.check(state.now, state.sampler)
 
     def with_arguments(begin: EpochBegin) -> EpochBegin:
         starts = [
@@ -345,9 +334,8 @@ def _checked(loader: Any, samplers: LoadedSamplers, state: State, *, any_rank: b
         ]
         return begin._replace(starts=tuple(starts))
 
-    now = samplers.with_arguments(state.moment, names)
     return state._replace(
-        sampler=state.sampler._replace(attributes=now.attributes),
+        now=samplers.with_arguments(state.now, names),
         position=state.position and state.position._replace(begin=with_arguments(state.position.begin)),
         redeal=state.redeal and with_arguments(state.redeal),
     )
@@ -390,14 +378,10 @@ class LoadedSamplers(Samplers):
             for theirs, ours in zip(moment.attributes, own.attributes, strict=True)
         )
         others = moment.random.others
-        if others and self._keeps_generator:
+        is_samplers = any(generator is self._loaders_own for generator in self._held_generators())
+        if others and self._loaders_own is not None and not is_samplers:  # only base seeds are drawn from it
             others = own.random.others[:1] + others[1:]  # type: ignore[index]
         return Moment(own.random._replace(others=others), attributes)
-
-    @property
-    def _keeps_generator(self) -> bool:
-        """Whether the loader's generator does not matter to the samplers: only base seeds are drawn from it."""
-        return self._loaders_own is not None and all(g is not self._loaders_own for g in self._held_generators())
 
     def with_arguments(self, moment: Moment, names: Sequence[Collection[str]]) -> Moment:
         """A moment with these samplers' own arguments: it keeps of each sampler the attributes of `names` alone."""
@@ -426,7 +410,7 @@ class LoadedSamplers(Samplers):
         self._has_made(saved)
         self._check_generators(saved)
         epochs = [
-            [name for name in simple if _is_epoch(sampler, name)]
+            [name for name in simple if hasattr(sampler, "set_epoch") and "epoch" in name.lower()]
             for sampler, simple in zip(self._chain, saved.attributes, strict=True)
         ]
         parts = zip(sampler_state.progress, self.progress(), epochs, strict=True)
@@ -450,11 +434,6 @@ class LoadedSamplers(Samplers):
             self.load(state)
 
 
-def _is_epoch(sampler: Any, name: str) -> bool:
-    """Whether it is the epoch that the program sets."""
-    return hasattr(sampler, "set_epoch") and "epoch" in name.lower()
-
-
 # ---- without workers: what does the work in this process
 
 
@@ -468,26 +447,6 @@ def capture_random(loader: Any) -> RandomState:
     return RandomState.capture(held=generators_of(loader))
 
 
-def _check_generators(here: dict[str, Any], random: RandomState) -> None:
-    """Raises StateError if the dataset and `collate_fn` hold other generators than those that were saved."""
-    if unlike := [*random.unlike(here), *(name for name in here if name not in (random.held or {}))]:
-        raise StateError(
-            f"the state does not fit the random generators of dataset and collate_fn: {unlike[0]} is missing "
-            "here or in the state, or of another kind; create both like those that were saved, with all their "
-            "generators (one that an object creates only on first use does not exist yet: create it before "
-            "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
-        )
-
-
-def capture(loader: Any, loaded: bytes | None) -> LocalState:
-    """The generators, global ones and the dataset's, and the dataset's own state; see `Position.loaded`.
-
-    Raises:
-        StateError: the dataset's state could not be saved.
-    """
-    return LocalState(capture_random(loader), loaded or own_state_of(loader.dataset))
-
-
 def restore(loader: Any, saved: LocalState) -> None:
     """Restores them.
 
@@ -496,7 +455,14 @@ def restore(loader: Any, saved: LocalState) -> None:
     """
     with as_saved():
         held = generators_of(loader)
-        _check_generators(held, saved.random)
+        unlike = [*saved.random.unlike(held), *(name for name in held if name not in (saved.random.held or {}))]
+        if unlike:
+            raise StateError(
+                f"the state does not fit the random generators of dataset and collate_fn: {unlike[0]} is missing "
+                "here or in the state, or of another kind; create both like those that were saved, with all their "
+                "generators (one that an object creates only on first use does not exist yet: create it before "
+                "load_state_dict()), or give the dataset state_dict() and load_state_dict()"
+            )
         saved.random.restore((), held)
     with loading_streams(loader.dataset):
         load_state(loader.dataset, saved.dataset)

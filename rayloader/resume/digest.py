@@ -32,7 +32,6 @@ _SAMPLES = 256  # bytes read of a larger one
 _ITEMS = 64  # items read of a list
 _BUDGET = 512  # objects read of a batch
 _DEPTH = 20
-_WHOLE_NUMBER = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
 
 
@@ -121,7 +120,7 @@ class _Walk:
         if kind is torch.Tensor:
             return _tensor(obj, before)
         if kind is int:
-            return zlib.crc32(_whole_number(obj), before)
+            return zlib.crc32(b"i%x" % obj, before)
         if kind is float:
             return zlib.crc32(b"f" + _FLOAT.pack(obj), before)
         if kind is bool:
@@ -142,15 +141,15 @@ class _Walk:
         if isinstance(obj, complex):
             return zlib.crc32(_FLOAT.pack(obj.real) + _FLOAT.pack(obj.imag), before)
         if isinstance(obj, dict):
-            before = zlib.crc32(_WHOLE_NUMBER.pack(len(obj)), before)
+            before = zlib.crc32(b"%x," % len(obj), before)
             if len(obj) <= _ITEMS:  # in any order: it may come from a set's
                 return before ^ sum(self.of(v, self.of(k, 0, depth + 1), depth + 1) for k, v in obj.items()) % (1 << 32)
             return self._items(list(obj.values()), before, depth)
         if isinstance(obj, (set, frozenset)):
-            before = zlib.crc32(_WHOLE_NUMBER.pack(len(obj)), before)
+            before = zlib.crc32(b"%x," % len(obj), before)
             return before ^ sum(self.of(o, 0, depth + 1) for o in obj) % (1 << 32) if len(obj) <= _ITEMS else before
         if isinstance(obj, (list, tuple)):
-            before = zlib.crc32(_WHOLE_NUMBER.pack(len(obj)), before)
+            before = zlib.crc32(b"%x," % len(obj), before)
             before = self._items(obj, before, depth)
         if isinstance(obj, BaseException):
             return before
@@ -175,13 +174,6 @@ class _Walk:
         return _values(array, before)
 
 
-def _whole_number(number: int) -> bytes:
-    try:
-        return b"i" + _WHOLE_NUMBER.pack(number)
-    except struct.error:  # it is longer
-        return b"l%x" % number
-
-
 def _tensor(tensor: torch.Tensor, before: int) -> int:
     before = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), before)
     plain = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested and not tensor.is_quantized
@@ -189,7 +181,7 @@ def _tensor(tensor: torch.Tensor, before: int) -> int:
         return before
     itemsize = tensor.element_size()
     if tensor.is_contiguous():
-        return _bytes(memory(tensor.data_ptr(), tensor.numel() * itemsize, tensor), before)
+        return zlib.crc32(_sample(memory(tensor.data_ptr(), tensor.numel() * itemsize, tensor)), before)
     strides = [step * itemsize for step in tensor.stride()]
     span = itemsize + sum((count - 1) * step for count, step in zip(tensor.shape, strides, strict=True))
     content = memory(tensor.data_ptr(), span, tensor)
@@ -198,13 +190,9 @@ def _tensor(tensor: torch.Tensor, before: int) -> int:
 
 def _values(array: np.ndarray[Any, Any], before: int) -> int:
     if array.flags.c_contiguous and array.nbytes:
-        return _bytes(memory(array.__array_interface__["data"][0], array.nbytes, array), before)
+        return zlib.crc32(_sample(memory(array.__array_interface__["data"][0], array.nbytes, array)), before)
     step = max(1, array.size // _SAMPLES)
     return zlib.crc32(np.ascontiguousarray(array.flat[:: step | 1]).tobytes(), before)
-
-
-def _bytes(content: np.ndarray[Any, Any], before: int) -> int:
-    return zlib.crc32(_sample(content), before)
 
 
 def _sample(content: Any) -> Any:

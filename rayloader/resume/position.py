@@ -6,8 +6,8 @@ Promise: only batches that were handed to the user count.
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rayloader import fetching
@@ -16,34 +16,20 @@ from rayloader.protocol import carried
 from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.journal import Journal
 from rayloader.resume.samplers import EpochBegin, Samplers, Start
-from rayloader.task import NothingSkipped
+from rayloader.task import SkipSteps
 
 if TYPE_CHECKING:
     from rayloader.resume.state import State, Stream
 
 
-class DrawnAgain(Iterator[Any]):
+class DrawnAgain(itertools.chain[Any]):
     """A sampler's iterator of a resumed epoch: first the indices that were drawn, but not taken, before saving."""
-
-    def __init__(self, ahead: Iterable[Any], indices: Iterator[Any], *, ended: bool) -> None:
-        self._ahead = deque(ahead)
-        self._indices = indices
-        self._ended = ended  # read again, the sampler might begin its next epoch
-
-    def __next__(self) -> Any:
-        if self._ahead:
-            return self._ahead.popleft()
-        if self._ended:
-            raise StopIteration
-        return next(self._indices)
 
 
 class Position:
     """The position of one iterator's user; kept up to date by the epoch, under `lock`."""
 
-    def __init__(
-        self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool, epochs_begun: int = 0
-    ) -> None:
+    def __init__(self, samplers: Samplers, base_seed: int, num_workers: int, *, iterable: bool) -> None:
         self.lock = new_lock()
         self.handed: Any = None  # the `Task` whose batch the user was given last
         self.samplers = samplers
@@ -52,18 +38,13 @@ class Position:
         self.iterable = iterable
         self.journals = [Journal() for _ in range(num_workers)]  # the workers' own, for a position outlives its fleet
         self.packed: dict[Any, Any] = {}  # parts of the last state, see NOTE [Same parts] in state.py
-        self.epochs_begun = epochs_begun  # of the run, this one included
-        self.skips: NothingSkipped = NothingSkipped()
+        self.epoch_of_run = -1  # the number of the epoch that was begun last, from 0
+        self.skips = SkipSteps()
         self._forget_epoch()
-
-    @property
-    def epoch_of_run(self) -> int:
-        """The number of this epoch, from 0."""
-        return self.epochs_begun - 1
 
     def begins(self, again: bool) -> None:
         """A new epoch, before the sampler's iterator is created; `again`: of workers that had one before."""
-        self.epochs_begun += 1
+        self.epoch_of_run += 1
         self._forget_epoch()
         start = Start(self.samplers.capture(), self.samplers.own_state())
         self._begin_is(epoch=self.begin.epoch + again, starts=(start,), stages=())
@@ -128,15 +109,14 @@ class Position:
         """The sampler has given the indices of this task; returns whether the user already has its batch."""
         self._draws = max(self._draws, task_id + 1)
         self._checksums[task_id] = checksum
-        known = task_id in self._ahead
-        skipped = not known and not self.iterable and self.skips.has((self.epoch_of_run, task_id))
-        if known or skipped:
+        is_the_users = self.has(task_id) or (not self.iterable and self.skips.has((self.epoch_of_run, task_id)))
+        if is_the_users:
             self._ahead[task_id] = checksum
         if task_id == 0 and self.stateful and len(self.begin.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
             after = Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum)
             self._begin_is(starts=(*self.begin.starts, after))
-        return known or skipped
+        return is_the_users
 
     def sampler_ended(self, total: int) -> None:
         """The sampler has yielded the indices of `total` tasks, and has no more."""
@@ -146,20 +126,13 @@ class Position:
         """Whether the user already has this task's batch."""
         return task_id in self._ahead
 
-    def read_skips(self, loader: Any, instead: NothingSkipped | None = None) -> None:
+    def read_skips(self, loader: Any, instead: SkipSteps | None = None) -> None:
         """Reads the loader's `skip_steps`, or has others `instead`.
 
         It is called in an epoch of which nothing was drawn since it was begun or resumed.
         """
-        if instead is not None:
-            self.skips = instead
-        elif loader.skip_steps is None and not self.skips.steps:
-            self.skips = NothingSkipped()
-        else:
-            from rayloader.resume.skips import SkipSteps
-
-            at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
-            self.skips = SkipSteps(loader.skip_steps, self.skips.steps, at)
+        at = self.epoch_of_run, self.delivered if self.iterable else self.next_task
+        self.skips = instead or SkipSteps(loader.skip_steps, self.skips.steps, at)
 
     def step_of(self, task_id: int) -> int:
         """The number of the next task's step, or of the last one's.
@@ -257,18 +230,16 @@ class Draws:
         result = drawn(indices, self._checksum, carried())
         self._checksum = result.checksum
         self.count += 1
-        is_the_users = self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum)
-        return None if is_the_users else result
+        return None if self._position.drawn(self.count - 1, self._sampler_iter, indices, self._checksum) else result
 
 
 def new_position(loader: Any, state: State | None, base_seed: int, num_workers: int) -> Position:
     """The position of a new iterator of the loader, which continues from a state, or begins another epoch."""
     earlier = loader._position
-    if state is not None:
-        begun, skips = state.epoch, {*state.skip_steps}
-    else:
-        begun, skips = (0, set()) if earlier is None else (earlier.epochs_begun, earlier.skips.steps)
     iterable = bool(loader._dataset_kind)
-    position = Position(Samplers(loader), base_seed, num_workers, iterable=iterable, epochs_begun=begun)
-    position.skips = NothingSkipped(skips)
+    position = Position(Samplers(loader), base_seed, num_workers, iterable=iterable)
+    if state is not None:
+        position.epoch_of_run, position.skips = state.epoch - 1, SkipSteps(known=state.skip_steps)
+    elif earlier is not None:
+        position.epoch_of_run, position.skips = earlier.epoch_of_run, earlier.skips
     return position

@@ -29,18 +29,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from rayloader.options import is_whole
+from rayloader.options import check_whole
 from rayloader.random.generators import RandomState
 from rayloader.resume.samplers import (
     QUIET_SAMPLERS,
     SHARDS,
     Planned,
-    Ranges,
     Samplers,
     Stage,
-    batches_are_made,
     chain_of,
-    check_batched,
     part_of,
     tell_epoch,
 )
@@ -83,8 +80,6 @@ class Shard(DistributedSampler):  # type: ignore[type-arg]  # whose parameters a
         self.is_random = False  # whether the last order was drawn from the global generators
 
     def __iter__(self) -> Iterator[Any]:
-        if batches_are_made():
-            check_batched(self)
         yield from dealt(self.order(), self.num_replicas, drop_last=self.drop_last)[self.rank]
 
     def __len__(self) -> int:
@@ -136,8 +131,7 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
     Raises:
         ValueError: one is out of range, or missing and not known to torch.distributed.
     """
-    if not is_whole(seed) or seed < 0:
-        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
+    seed = check_whole("seed", seed, 0)
     if num_replicas is None and rank is None:
         if seed:
             raise ValueError(
@@ -151,58 +145,48 @@ def ranks_of(num_replicas: int | None, rank: int | None, seed: int) -> Ranks | N
             f"{given} was given without {missing}, which torch.distributed tells only after init_process_group(); pass "
             f"{missing} too"
         )
+    rank = check_whole("rank", dist.get_rank() if rank is None else rank, 0)
     num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-    rank = dist.get_rank() if rank is None else rank
-    if not is_whole(num_replicas) or num_replicas < 1:
-        raise ValueError(f"num_replicas must be a whole number >= 1, got {num_replicas!r}")
-    if not is_whole(rank) or not 0 <= rank < num_replicas:
-        raise ValueError(f"rank must be a whole number from 0 to {num_replicas - 1}, got {rank!r}")
-    return Ranks(num_replicas, rank, seed)
+    return Ranks(check_whole("num_replicas", num_replicas, rank + 1), rank, seed)
 
 
-class Order(NamedTuple):
-    """The arguments of a loader that say what it reads, and in which order."""
+def of_rank(
+    dataset: Any, shuffle: bool | None, sampler: Any, batch_sampler: Any, drop_last: bool, *, ranks: Ranks, own: Any
+) -> tuple[bool | None, Any, Any]:
+    """The arguments `shuffle`, `sampler` and `batch_sampler` of a loader for the rank's part, from those for all.
 
-    dataset: Any
-    shuffle: bool | None
-    sampler: Any
-    batch_sampler: Any
-    drop_last: bool
-
-
-def of_rank(order: Order, ranks: Ranks, own: Any) -> Order:
-    """The arguments for the rank's part. An iterable dataset chooses its part itself, see `get_shard_info`.
+    An iterable dataset chooses its part itself, see `get_shard_info`.
 
     Args:
-        order: of all the data.
+        dataset: of the loader.
+        shuffle: argument of the loader.
+        sampler: argument of the loader.
+        batch_sampler: argument of the loader.
+        drop_last: argument of the loader.
         ranks: whose part.
         own: the index sampler of the loader that is being rebuilt here, if so: the parts in it are ours.
 
     Raises:
         ValueError: it is a part already.
     """
-    given = order.sampler if order.batch_sampler is None else order.batch_sampler
-    parts = [sampler for sampler in chain_of(given) if is_part(sampler)]
+    order = shuffle, sampler, batch_sampler
+    parts = [one for one in chain_of(sampler if batch_sampler is None else batch_sampler) if is_part(one)]
     if parts and all(any(part is known for known in chain_of(own)) for part in parts):
         return order
-    is_iterable = isinstance(order.dataset, IterableDataset)
-    if is_iterable and is_part(order.dataset):
-        parts.append(order.dataset)
+    is_iterable = isinstance(dataset, IterableDataset)
+    if is_iterable and is_part(dataset):
+        parts.append(dataset)
     num_replicas, rank, seed = ranks
     if parts and num_replicas > 1:
         _refuse(parts[0])
     if is_iterable or parts:
         return order
-    if order.batch_sampler is not None:
-        drop_last = bool(getattr(order.batch_sampler, "drop_last", False))
-        shard = Shard(order.batch_sampler, num_replicas, rank, seed=seed, drop_last=drop_last)
-        return order._replace(batch_sampler=shard)
-    if order.sampler is not None:
-        return order._replace(sampler=Shard(order.sampler, num_replicas, rank, seed=seed, drop_last=order.drop_last))
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        order.dataset, num_replicas, rank, shuffle=bool(order.shuffle), seed=seed, drop_last=order.drop_last
-    )
-    return order._replace(shuffle=None, sampler=sampler)
+    if batch_sampler is not None:
+        drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        return shuffle, sampler, Shard(batch_sampler, num_replicas, rank, seed=seed, drop_last=drop_last)
+    if sampler is not None:
+        return shuffle, Shard(sampler, num_replicas, rank, seed=seed, drop_last=drop_last), None
+    return None, DistributedSampler(dataset, num_replicas, rank, bool(shuffle), seed, drop_last), None
 
 
 def check_once(index_sampler: Any) -> None:
@@ -288,7 +272,7 @@ def share(order: Sequence[_T], stages: Sequence[Stage], num_replicas: int, rank:
     """The items of a rank after these stages, of an epoch in this order."""
     left = list(range(len(order)))  # places: an item may come more than once in an epoch
     for stage in stages:
-        left = _left_over(left, stage.taken, drop_last=drop_last)
+        left = _left_over(left, stage, drop_last=drop_last)
     return [order[place] for place in dealt(left, num_replicas, drop_last=drop_last)[rank]]
 
 
@@ -307,7 +291,7 @@ def dealt(order: Sequence[_T], num_replicas: int, *, drop_last: bool) -> list[Se
     return [order[rank::num_replicas] for rank in range(num_replicas)]
 
 
-def _left_over(places: list[int], taken: list[Ranges], *, drop_last: bool) -> list[int]:
+def _left_over(places: list[int], taken: Stage, *, drop_last: bool) -> list[int]:
     shares = dealt(places, len(taken), drop_last=drop_last)
     gone = {
         place for mine, ranges in zip(shares, taken, strict=True) for begin, end in ranges for place in mine[begin:end]
@@ -321,6 +305,6 @@ def iterator_of(samplers: Samplers, stages: Sequence[Stage]) -> Any:
         return iter(samplers.index_sampler)
     part = samplers.part
     assert part is not None
-    order = order_of(part, len(stages[0].taken))
+    order = order_of(part, len(stages[0]))
     mine = share(order, stages, part.num_replicas, part.rank, drop_last=part.drop_last)
     return in_batches(mine, samplers.batch_size, drop_last=samplers.drop_last)

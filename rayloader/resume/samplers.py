@@ -38,7 +38,7 @@ from torch.utils.data import (
 from rayloader._compat import InfiniteConstantSampler
 from rayloader.errors import StateError
 from rayloader.namespaces import functions_of, is_a, names_in, namespace_of
-from rayloader.random.generators import KINDS, RandomState, distinct, suit
+from rayloader.random.generators import KINDS, RandomState, distinct, suits
 from rayloader.random.search import search
 from rayloader.resume.snapshot import dump_state, has_state
 
@@ -72,12 +72,6 @@ class Moment(NamedTuple):
     random: RandomState
     attributes: tuple[dict[str, Any], ...]
 
-    @property
-    def epoch(self) -> int | None:
-        """The epoch of the outermost sampler that has one."""
-        epochs = [simple["epoch"] for simple in self.attributes if "epoch" in simple]
-        return epochs[0] if epochs else None
-
 
 class OwnState(NamedTuple):
     """The result of `state_dict` of a sampler, and of its iterator, pickled; or why there is none."""
@@ -88,17 +82,15 @@ class OwnState(NamedTuple):
 
 
 class SamplerState(NamedTuple):
-    """The samplers when the state was saved, apart from the generators.
+    """What a state says of the samplers beside their `Moment`.
 
     Attributes:
         own: the result of the sampler's `state_dict`, pickled.
-        attributes: as in `Moment`.
         progress: for each sampler, the attributes that had changed since a loader first had it.
         tells: whether a `state_dict` of the sampler, or of its iterator, contains its state.
     """
 
     own: bytes | None
-    attributes: tuple[dict[str, Any], ...]
     progress: tuple[tuple[str, ...], ...]
     tells: bool
 
@@ -118,12 +110,7 @@ class Start(NamedTuple):
 
 
 Ranges = list[tuple[int, int]]  # of places in a rank's share: the first, and the one after the last
-
-
-class Stage(NamedTuple):
-    """A set of ranks by which part of the epoch was taken: for each rank, which places of its share."""
-
-    taken: list[Ranges]
+Stage = list[Ranges]  # what a set of ranks has taken of an epoch: the places of each rank
 
 
 class EpochBegin(NamedTuple):
@@ -163,30 +150,19 @@ class Planned(Sampler):  # type: ignore[type-arg]  # whose parameters are torch'
 
 def check_plans(loader: Any) -> None:
     """Raises ValueError where a loader would make batches of a plan's batches, or takes its samples for batches."""
-    for sampler in chain_of(loader._index_sampler):
-        if type(sampler) is BatchSampler:
-            check_batched(sampler.sampler)
+    samplers = [sampler.sampler for sampler in chain_of(loader._index_sampler) if type(sampler) is BatchSampler]
+    for plan in map(_plan_of, samplers):
+        if plan is not None and plan._gives_batches:
+            raise ValueError(
+                f"a {type(plan).__name__} gives whole batches, and a sampler with a batch_size must give samples; pass "
+                "it as batch_sampler=, without batch_size"
+            )
     plan = _plan_of(loader.batch_sampler)
     if plan is not None and not plan._gives_batches:
         raise ValueError(
             f"a {type(plan).__name__} gives samples, and batch_sampler must give batches; pass it as sampler=, with "
             "batch_size="
         )
-
-
-def check_batched(sampler: Any) -> None:
-    """Raises ValueError if the items of which batches are to be made are batches already."""
-    plan = _plan_of(sampler)
-    if plan is not None and plan._gives_batches:
-        raise ValueError(
-            f"a {type(plan).__name__} gives whole batches, and a sampler with a batch_size must give samples; pass it "
-            "as batch_sampler=, without batch_size"
-        )
-
-
-def batches_are_made() -> bool:
-    """Whether the caller's caller is torch's BatchSampler: torch's loader shows its samplers to nobody before."""
-    return sys._getframe(2).f_code is BatchSampler.__iter__.__code__
 
 
 def _plan_of(sampler: Any) -> Planned | None:
@@ -207,7 +183,7 @@ class Samplers:
         self.index_sampler = loader._index_sampler
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self._chain = chain_of(self.index_sampler)
-        self._is_stock = not any(map(own_classes, self._chain))
+        self.are_of_users = any(map(own_classes, self._chain))  # there is one that is neither torch's nor rayloader's
         stateful = [sampler for sampler in self._chain if has_state(sampler)]
         self._stateful = stateful[0] if stateful else None
         innermost = self._chain[-1]
@@ -222,11 +198,6 @@ class Samplers:
         self._makes_generator = [_makes_generator(sampler) for sampler in self._chain]
         self._generators = self._find_generators()
         self.name = " of ".join(type(sampler).__name__ for sampler in self._chain)  # names the kinds of samplers
-
-    @property
-    def are_of_users(self) -> bool:
-        """Whether there is one whose class is not torch's, nor rayloader's."""
-        return not self._is_stock
 
     # ---- generators and attributes
 
@@ -300,21 +271,16 @@ class Samplers:
 
     def progress(self) -> tuple[tuple[str, ...], ...]:
         """For each sampler, the attributes that have changed since a loader first had it."""
-        return tuple(
-            tuple(
-                name
-                for name, value in simple_in(sampler).items()
-                if name not in first or not is_same_value(value, first[name])
-            )
-            for sampler, first in zip(self._chain, map(_first_attributes, self._chain), strict=True)
-        )
+        changed = [simple_in(sampler).items() - _first_attributes(sampler).items() for sampler in self._chain]
+        return tuple(tuple(sorted(name for name, _ in items)) for items in changed)
 
     def _check_generators(self, moment: Moment) -> None:
         others = moment.random.others
-        if others is not None and not suit(self._generators, others):
+        own = self._generators
+        if others is not None and not (len(own) == len(others) and all(map(suits, own, others))):
             raise StateError(
                 f"the state is of a loader whose sampler has {len(others)} random generators of its own, this "
-                f"one has {len(self._generators)}, or others; make the loader as the one that was saved, with all "
+                f"one has {len(own)}, or others; make the loader as the one that was saved, with all "
                 "generators from the beginning, or give the sampler state_dict() and load_state_dict()"
             )
 
@@ -323,10 +289,6 @@ class Samplers:
     def is_stateful(self, iterator: Any) -> bool:
         """Whether the sampler, or its iterator, has a state_dict."""
         return has_state(iterator) or self._stateful is not None
-
-    def state(self, own: bytes | None, *, tells: bool) -> SamplerState:
-        """The samplers, for a state."""
-        return SamplerState(own, self.attributes(), self.progress(), tells)
 
     def own_state(self) -> OwnState:
         """The sampler's own state."""
@@ -438,11 +400,6 @@ def _makes_generator(sampler: Any) -> bool:
     return had is None and not is_quiet(sampler)
 
 
-def is_same_value(a: Any, b: Any) -> bool:
-    """Whether two values of such an attribute are the same; NaN is itself."""
-    return bool(a == b) or (a != a and b != b)
-
-
 # ---- what is in a sampler; no code of the user's runs
 
 
@@ -454,8 +411,6 @@ def attributes_of(obj: Any) -> dict[str, Any]:
 
 def own_classes(sampler: Any) -> list[type]:
     """The classes of a sampler that do not belong to torch or Python."""
-    if _is_stock(type(sampler).__module__):
-        return []
     return [kind for kind in type(sampler).__mro__ if not _is_stock(kind.__module__)]
 
 

@@ -30,33 +30,6 @@ from rayloader.task import Task
 from rayloader.transport import codec
 
 
-class Checksums:
-    """Checksums of a sampler's draws, compared with earlier ones.
-
-    Args:
-        expected: checksums of the indices of the first tasks.
-    """
-
-    def __init__(self, expected: dict[int, int]) -> None:
-        self._expected = expected
-        self._found = {0: 0} if 0 in expected else {}
-        self._checksum = 0
-        self.count = 0  # tasks
-
-    def add(self, indices: Any) -> codec.Encoded:
-        """The indices of the next task."""
-        encoded, self._checksum = drawn(indices, self._checksum)
-        self.count += 1
-        if self.count in self._expected:
-            self._found[self.count] = self._checksum
-        return encoded
-
-    @property
-    def as_expected(self) -> bool:
-        """Whether the draws were the same."""
-        return self._found == self._expected
-
-
 def _worker_of(journal: Journal, *, is_compared: bool) -> SavedWorker:
     """The worker with this journal; `is_compared`: its stream is read again from the start, and compared."""
     if not journal.begun:
@@ -66,8 +39,8 @@ def _worker_of(journal: Journal, *, is_compared: bool) -> SavedWorker:
         raise StateError(f"a worker's dataset could not save its state:\n{base.error}")
     if is_compared and not may_be_stale(base):
         before = None
-    to_rebuild = [(task.task_id, task.digest) for task in journal.to_rebuild.values()]
-    return SavedWorker(WorkerStart(base, before), journal.remembers, tuple(to_rebuild))  # type: ignore[arg-type]  # taken
+    to_rebuild = tuple([(task.task_id, task.digest) for task in journal.to_rebuild.values()])
+    return SavedWorker(WorkerStart(base, before), journal.remembers, to_rebuild)  # type: ignore[arg-type]  # taken
 
 
 def saved_place(position: Position) -> SavedPlace:
@@ -86,7 +59,7 @@ def saved_place(position: Position) -> SavedPlace:
         last -= 1
     stream = position.stream
     if stream is not None and stream.iterator is not None:
-        stream = replace(stream, iterator=None, state=stream.state or own_state_of(stream.iterator))
+        stream = replace(stream, state=stream.state or own_state_of(stream.iterator))
     return SavedPlace(
         position.begin,
         stream,
@@ -114,7 +87,7 @@ def move_to(position: Position, saved: SavedPlace) -> Any:
         StateError: the sampler does not reproduce its indices.
     """
     position.begin = saved.begin
-    position.epochs_begun += not saved.finished
+    position.epoch_of_run += not saved.finished
     position.next_task, position.next_worker = saved.next_task, saved.next_worker
     position.delivered, position.skipped, position.finished = saved.delivered, saved.skipped, saved.finished
     position._ahead = dict.fromkeys(saved.ahead, saved.checksum)
@@ -138,7 +111,7 @@ def move_to(position: Position, saved: SavedPlace) -> Any:
 
 def _draw_again(position: Position, saved: SavedPlace, indices_of: dict[int, codec.Encoded | None]) -> Any:
     """The sampler's iterator at the position; fills in the indices for the tasks in `indices_of`. See `samplers.py`."""
-    expected = {position.next_task: saved.checksum, saved.drawn: saved.drawn_checksum}
+    known = (position.next_task, saved.checksum), (saved.drawn, saved.drawn_checksum)
     position._draws, position.checksum = saved.draws, saved.checksum
     for start in position.begin.starts:
         theirs = position.samplers.are_of_users  # what they raise is the user's to see
@@ -150,15 +123,18 @@ def _draw_again(position: Position, saved: SavedPlace, indices_of: dict[int, cod
                 indices_of.update(dict.fromkeys(indices_of, codec.encode(next(iterator)) if indices_of else None))
                 return iterator
             given = iterator if start.first is None else itertools.chain([start.first], iterator)
-            checksums, ahead = Checksums(expected), []
-            for task_id, indices in enumerate(itertools.islice(given, position._draws)):
-                encoded = checksums.add(indices)
-                if task_id >= position.next_task:
+            count, checksum, found, ahead = 0, 0, {0: 0}, []
+            for indices in itertools.islice(given, position._draws):
+                encoded, checksum = drawn(indices, checksum)
+                if count >= position.next_task:
                     ahead.append(copy.deepcopy(indices))  # the sampler may reuse its list
-                elif task_id in indices_of:
-                    indices_of[task_id] = encoded
-            if checksums.as_expected:
-                return DrawnAgain(ahead, iterator, ended=checksums.count < position._draws)
+                elif count in indices_of:
+                    indices_of[count] = encoded
+                count += 1
+                found[count] = checksum
+            if all(found.get(number) == expected for number, expected in known):
+                ended = count < position._draws  # read again, the sampler might begin its next epoch
+                return DrawnAgain(ahead, () if ended else iterator)
     raise StateError(
         f"the sampler did not reproduce its indices: the first {position.next_task} batches, or those drawn ahead, "
         "differ from the saved ones. A sampler must depend on nothing but its arguments, set_epoch and random "

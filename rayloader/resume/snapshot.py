@@ -12,9 +12,8 @@ still tell its old position after `__iter__`, and one that loads the state of it
 See `WorkerState.may_be_stale`, and `end_again`.
 
 NOTE [One percent]. A snapshot costs the user's `state_dict`. So the next one is taken only when the worker has worked a
-hundred times as long as the last one took. Batches built in between are rebuilt when another process continues. If a
-snapshot of a dataset of the same class was expensive, the first one of an epoch waits in the same way. Programs that
-never save a state do not pay for one.
+hundred times as long as the last one took. Batches built in between are rebuilt when another process continues. So
+programs that never save a state pay for one in each epoch of a worker.
 
 NOTE [Held at the start]. Followed are the generators that the replica's objects hold, and the globals that their code
 names, after `worker_init_fn` has run. What comes later is not known here: where it changes the batches, a rebuilt one
@@ -37,10 +36,6 @@ from rayloader.transport.pickler import ByIdPickler, dumped
 
 # A snapshot may cost this share of the time that a worker works, see NOTE [One percent].
 SHARE = 0.01
-# A snapshot that took more CPU time than this, in seconds, is remembered: short epochs would all pay for a first one.
-DEAR_S = 0.1
-
-_dear: dict[str, float] = {}  # seconds that one took, by the class of the dataset; of all workers of this process
 
 
 class WorkerState(NamedTuple):
@@ -85,14 +80,13 @@ class WorkerState(NamedTuple):
         return self.dataset is not None or self.iterator is not None
 
     @property
-    def tells_position(self) -> bool:
-        """Whether it is of a stream, which has not ended, with a state of its own."""
-        return self.has_own and self.begin is not None and not self.exhausted
-
-    @property
     def may_be_stale(self) -> bool:
-        """Whether a stream has begun another epoch and was asked for nothing since, see NOTE [Late positions]."""
-        return self.tells_position and self.epoch > 0 and self.tasks == 0
+        """Whether a stream with a state of its own has begun another epoch, and was asked for nothing since.
+
+        See NOTE [Late positions].
+        """
+        is_of_stream = self.begin is not None and not self.exhausted
+        return self.has_own and is_of_stream and self.epoch > 0 and self.tasks == 0
 
     def over(self, before: WorkerState | None) -> WorkerState:
         """The complete snapshot, from one that was sent after `before`."""
@@ -144,8 +138,7 @@ class SnapshotTaker:
         self.loaded: WorkerState | None = None
         self._begin: RandomState | None = None  # not sent yet
         self._states: dict[str, bytes] = {}  # as last sent
-        self._kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        self._cost = _dear.get(self._kind, 0.0)  # seconds that the last snapshot took
+        self._cost = 0.0  # seconds that the last snapshot took
         self._worked = 0.0  # seconds since then
 
     def worked(self, seconds: float) -> None:
@@ -183,7 +176,7 @@ class SnapshotTaker:
 
     def is_at(self, random: RandomState) -> bool:
         """Whether the generators are in a snapshot's state."""
-        return self.capture().since(random.over(self._seeded)) == RandomState()
+        return self.capture().equals(random.over(self._seeded))
 
     def forget(self) -> None:
         """Earlier snapshots may not have arrived: the next one is complete."""
@@ -196,7 +189,7 @@ class SnapshotTaker:
 
     def snapshot(self, iterator: Any, **position: Any) -> WorkerState:
         """The current state, as the difference from the last one."""
-        began, began_cpu = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         before, self._random = self._random, self.capture()
         state = WorkerState(random=self._random.since(before), begin=self._begin, **position)
         self._begin = None
@@ -210,8 +203,6 @@ class SnapshotTaker:
         self._cost = time.perf_counter() - began
         if not state.may_be_stale:  # otherwise one of this epoch is as urgent as before
             self._worked = 0.0
-        if time.thread_time() - began_cpu > DEAR_S:
-            _dear[self._kind] = self._cost
         return state
 
     def _changed(self, name: str, obj: Any) -> bytes | None:

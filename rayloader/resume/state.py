@@ -14,41 +14,31 @@ from __future__ import annotations
 import contextlib
 import operator
 import pickle
-import platform
 import reprlib
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rayloader._version import __version__
 from rayloader.errors import NESTING, StateError, too_deep
 from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
-from rayloader.resume.samplers import EpochBegin, Moment, OwnState, SamplerState, Stage, Start
+from rayloader.resume.samplers import EpochBegin, Moment, OwnState, SamplerState, Start
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Step, Task
 from rayloader.transport import codec
 from rayloader.transport.pickler import ByIdPickler, dumped
 
-FORMAT, VERSION = "rayloader", 19
-# What a state of an earlier version would continue otherwise, by the version that has changed it.
-CHANGED = {16: 'seeding="batch" draws other random numbers'}
+FORMAT, VERSION = "rayloader", 20
 # Batches taken of the epoch in progress, by torchdata's name: Accelerate lowers it if it has fetched batches
 # that are not dispatched to other processes yet.
 _TORCHDATAS = {"_snapshot", "_sampler_iter_yielded"}  # of which the states of torchdata's loader have one
 TAKEN = "_num_yielded"
 _ARRAY, _SCALAR = "rayloader: array", "rayloader: scalar"  # key of a tensor, in a dict with the name of its dtype
 _ATOMS = {int, float, str, bytes, bool, type(None)}
-VERSIONS = {
-    "rayloader": __version__,
-    "python": platform.python_version(),
-    "torch": str(torch.__version__),
-    "numpy": np.__version__,
-}
 
 # ---- records
 
@@ -97,7 +87,7 @@ class Stream:
     state: bytes | None = None
     digest: int = 0
     ended: bool = False
-    iterator: Any = None
+    iterator: Any = field(default=None, init=False)
 
 
 class WorkerStart(NamedTuple):
@@ -195,36 +185,24 @@ class State(NamedTuple):
     Attributes:
         num_workers: that the batches depend on.
         fits: what it must have in common with the loader that loads it.
-        now: the program's generators from which the samplers and the base seed draw.
-        sampler: the program's samplers.
+        now: the program's samplers, and the generators from which they and the base seed draw.
+        sampler: what else there is to the samplers.
         process: the program's own objects that do the work; None: workers do.
         position: in the epoch; None: the next `iter()` begins one.
         epoch: the number of the epoch that the next `iter()` continues or begins, of all of the run, from 0.
         skip_steps: what `skip_steps` named, as pairs of an epoch and a step.
-        versions: of what built the batches.
         redeal: how an epoch of other ranks began, which the next `iter()` continues with new workers.
     """
 
     num_workers: int
     fits: Fits
-    now: RandomState
+    now: Moment
     sampler: SamplerState
     process: LocalState | None
     position: SavedPlace | None
     epoch: int
     skip_steps: tuple[Step, ...]
-    versions: dict[str, str]
     redeal: EpochBegin | None = None
-
-    @property
-    def moment(self) -> Moment:
-        """The samplers when the state was saved."""
-        return Moment(self.now, self.sampler.attributes)
-
-    @property
-    def begin(self) -> EpochBegin | None:
-        """How the epoch began that the next `iter()` continues, or the last one that was taken to its end."""
-        return self.redeal if self.position is None else self.position.begin
 
     @property
     def taken(self) -> int:
@@ -265,12 +243,9 @@ class State(NamedTuple):
         if not isinstance(packed, dict) or packed.get("format") != FORMAT:
             raise StateError(f"this is not a state of a rayloader.DataLoader: {reprlib.repr(packed)}")
         if (version := packed.get("version")) != VERSION:
-            since = [what for number, what in CHANGED.items() if isinstance(version, int) and version < number]
-            why = f", in which {', '.join(since)}" if since else ""
-            wrote = packed["versions"].get("rayloader", "") if isinstance(packed.get("versions"), dict) else ""
             raise StateError(
-                f"the state has version {version!r}, this rayloader reads {VERSION}{why}; load it with the rayloader "
-                f"that wrote it{wrote and f', {wrote}'}"
+                f"the state has version {version!r}, this rayloader reads {VERSION}; load it with the rayloader that "
+                "wrote it"
             )
         if missing := sorted({*cls._fields, TAKEN} - packed.keys()):
             raise StateError(
@@ -317,7 +292,7 @@ def _each(form: _Form) -> _Form:
 
 def _record(kind: Any, **forms: _Form) -> _Form:
     """The fields by name: those named here in their forms, and the others as they are."""
-    ways = {name: forms.get(name, _AS_IT_IS) for name in kind._fields}
+    ways = {name: forms.get(name, _AS_IT_IS) for name in kind.__match_args__}
     return _Form(
         lambda record: {name: form.pack(getattr(record, name)) for name, form in ways.items()},
         lambda packed: kind(**{name: form.unpack(packed[name]) for name, form in ways.items()}),
@@ -397,18 +372,10 @@ def _unpack_entry(packed: dict[str, Any]) -> Task | Resumed:
 
 
 def _packed_place(place: SavedPlace, known: Packed) -> dict[str, Any]:
-    stream = place.stream
     return {
         **place._asdict(),
         "begin": _part(known, "begin", place.begin, _BEGIN.pack),
-        "stream": None
-        if stream is None
-        else {
-            "begin": stream.begin and _part(known, "stream", stream.begin, _RANDOM.pack),
-            "state": _OBJECT.pack(stream.state),
-            "digest": stream.digest,
-            "ended": stream.ended,
-        },
+        "stream": _STREAM.pack(place.stream),
         "workers": [
             {**worker._asdict(), "start": _part(known, number, worker.start, _WORKER_START.pack)}
             for number, worker in enumerate(place.workers)
@@ -416,18 +383,8 @@ def _packed_place(place: SavedPlace, known: Packed) -> dict[str, Any]:
     }
 
 
-def _unpack_stream(packed: dict[str, Any]) -> Stream:
-    return Stream(
-        _maybe(_RANDOM).unpack(packed["begin"]),
-        _OBJECT.unpack(packed["state"]),
-        packed["digest"],
-        packed["ended"],
-    )
-
-
 _OBJECT = _maybe(_Form(_pack_object, _unpack_object))  # the pickled state of an object of the user's
 _RANDOM = _Form(pack_random, unpack_random)
-_STAGES = _each(_Form(lambda stage: stage.taken, Stage))
 _RESUMED = _record(Resumed)
 _FITS = _record(Fits)
 _MOMENT = _record(Moment, random=_RANDOM)
@@ -440,21 +397,17 @@ _START = _record(
     first=_Form(to_plain, from_plain),
     drawing=_maybe(_MOMENT),
 )
-_BEGIN = _record(EpochBegin, starts=_each(_START), stages=_STAGES)
+_BEGIN = _record(EpochBegin, starts=_each(_START))
 _SNAPSHOT = _maybe(_record(WorkerState, random=_RANDOM, begin=_maybe(_RANDOM), dataset=_OBJECT, iterator=_OBJECT))
 _BEFORE = _maybe(_record(Before, state=_SNAPSHOT, entries=_each(_Form(_pack_entry, _unpack_entry))))
 _WORKER_START = _record(WorkerStart, state=_SNAPSHOT, before=_BEFORE)
 _WORKER = _record(SavedWorker, start=_WORKER_START)
-_PLACE = _record(
-    SavedPlace,
-    begin=_BEGIN,
-    stream=_maybe(_Form(dict, _unpack_stream)),
-    workers=_each(_WORKER),
-)
+_STREAM = _maybe(_record(Stream, begin=_maybe(_RANDOM), state=_OBJECT))
+_PLACE = _record(SavedPlace, begin=_BEGIN, stream=_STREAM, workers=_each(_WORKER))
 _STATE = _record(
     State,
     fits=_FITS,
-    now=_RANDOM,
+    now=_MOMENT,
     sampler=_SAMPLER,
     process=_maybe(_PROCESS),
     position=_maybe(_Form(lambda _: None, _PLACE.unpack)),  # `State.pack` packs it

@@ -214,7 +214,7 @@ CASES = {
     "global of a module": lambda: {"dataset": Transformed(use_global), "worker_init_fn": set_global},
     "slot, class and what code names": lambda: {"dataset": Transformed(slotted()), "workers": "fork"},
     "made anew": lambda: {"dataset": AnewForEach()},
-    "system's, unseen": lambda: {"dataset": SystemRandom(shows=False)},
+    "system's, unseen": lambda: {"dataset": SystemRandom(shows=False), "workers": "fork"},
 }
 
 

@@ -329,7 +329,7 @@ def fields_in(part, way=()):
     for key, inner in part.items() if isinstance(part, dict) else enumerate(part) if type(part) is tuple else ():
         if isinstance(part, dict):
             yield (*way, key)
-        if key not in ("python", "numpy", "others", "held", "attributes", "versions", "state", "told", "dataset"):
+        if key not in ("python", "numpy", "others", "held", "attributes", "state", "told", "dataset"):
             yield from fields_in(inner, (*way, key))
 
 

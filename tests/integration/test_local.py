@@ -271,7 +271,7 @@ def test_with_workers_and_without_the_streams_are_different_ones(case, saved_wit
 def test_what_a_seed_for_each_batch_does_not_reach_is_refused(case):
     loader = make(CASES[case], 0, seeding="batch")
     next(iter(loader))
-    with pytest.raises(StateError, match="its dataset is a stream, or has a state or random generators of its own"):
+    with pytest.raises(StateError, match="the dataset is a stream, or has a state or random generators of its own"):
         make(CASES[case], 2, seeding="batch").load_state_dict(loader.state_dict())
 
 

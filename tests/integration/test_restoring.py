@@ -110,7 +110,7 @@ def test_before_and_after_one_is_made_late(seeding, monkeypatch):
 
 
 CANNOT = {
-    "system's, shown": lambda: {"dataset": data.SystemRandom(shows=True)},
+    "system's, shown": lambda: {"dataset": data.SystemRandom(shows=True), "workers": "fork"},
     "a package's": lambda: {"dataset": data.OfAPackage()},
     "imported late": lambda: {"dataset": data.ImportsLate(), "workers": "fork"},
     "made late": lambda: {"dataset": data.Late(), "workers": "fork"},

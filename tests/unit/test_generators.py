@@ -238,12 +238,6 @@ def test_what_is_bound_to_a_global_generator_is_bound_to_it_there_too():
     assert found_in(copy) == []
 
 
-def test_system_random_travels():
-    copy = travelled(Holder(random.SystemRandom()))
-    assert 0 <= copy() < 1
-    assert found_in(copy) == []
-
-
 def test_containers_of_the_users_are_looked_into_without_their_code():
     """Lazy containers of packages import, or raise, when they are iterated over."""
 

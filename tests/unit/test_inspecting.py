@@ -92,7 +92,7 @@ def test_the_command_of_the_page_runs_as_it_stands(run):
 def test_what_a_file_holds_does_not_reach_the_terminal_as_a_command(run, char):
     """Neither to move its cursor, nor to set its title, nor to write from right to left."""
     state = saved(num_workers=0)
-    odd = state._replace(versions={f"a{char}]2;": f"{char}[2J"}, fits=state.fits._replace(seeding=f"x{char}"))
+    odd = state._replace(fits=state.fits._replace(seeding=f"x{char}", scheduling={f"a{char}]2;": f"{char}[2J"}))
     write(odd, "odd.pt")
     result = run("show", "odd.pt")
     assert char not in result.stdout
@@ -104,5 +104,6 @@ def test_what_a_file_holds_does_not_reach_the_terminal_as_a_command(run, char):
 
 
 def test_text_in_a_state_is_no_markup(run):
-    write(saved()._replace(versions={"[bold]x[/]": "[red]1"}), "a.pt")
+    state = saved()
+    write(state._replace(fits=state.fits._replace(seeding={"[bold]x[/]": "[red]1"})), "a.pt")
     assert '"[bold]x[/]": "[red]1"' in words(run("show", "a.pt").stdout)

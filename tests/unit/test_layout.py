@@ -18,7 +18,7 @@ PACKAGE = ROOT / "rayloader"
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
 
 # The parts around the core: it imports each where a program uses it, never at module level.
-PARTS = {"actors", "cli", "data", "frameworks", "gpu", "observe", "plans", "replay", "sharing"}
+PARTS = {"actors", "cli", "data", "frameworks", "gpu", "observe", "plans", "sharing"}
 # What of them every program uses: each loader measures.
 ALWAYS = {"rayloader.observe", "rayloader.observe.recorder"}
 # How many files of the library a program imports that has workers which are forks, and uses no part.
@@ -28,7 +28,7 @@ MOST_FILES = 50
 MAY_IMPORT = {
     "": {"epoch", "observe", "random", "resume", "transport"},
     "actors": {"", "gpu", "host", "observe", "random", "resume", "transport", "workers"},
-    "cli": {"", "actors", "observe", "replay", "resume", "transport"},
+    "cli": {"", "actors", "observe", "resume", "transport"},
     "data": {"", "host", "observe", "random", "resume", "transport"},
     "epoch": {"", "host", "observe", "random", "resume", "transport", "workers"},
     "frameworks": {"", "epoch", "observe", "resume"},
@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "observe": {""},
     "plans": {"", "data", "host", "resume"},
     "random": {"", "transport"},
-    "replay": {"", "epoch", "random", "resume", "transport"},
     "resume": {"", "random", "transport"},
     "sharing": {"", "actors", "epoch", "gpu", "host", "random", "resume", "transport", "workers"},
     "transport": {""},
@@ -60,7 +59,6 @@ EXCEPTIONS = {
     ("rayloader/loader.py", "rayloader.data"): "for `stats()`, which tells of caches",
     ("rayloader/loader.py", "rayloader.frameworks"): "where a framework rebuilds or reads the loader",
     ("rayloader/loader.py", "rayloader.gpu"): "for `batch_at` of a loader with a device",
-    ("rayloader/loader.py", "rayloader.replay"): "for `batch_at`",
     ("rayloader/loader.py", "rayloader.workers.ray_use"): "it must see each fork from the import of the package on",
     ("rayloader/options.py", "rayloader.gpu"): "for `device`",
     ("rayloader/transport/arena.py", "rayloader.gpu"): "for an arena that is page-locked",
@@ -261,7 +259,6 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/transport/pickler.py", "_length_"): "likewise",
     ("rayloader/transport/pickler.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
     ("rayloader/frameworks/readers.py", "_getframe"): "documented, of sys",
-    ("rayloader/resume/samplers.py", "_getframe"): "likewise",
 }
 NAMED_TUPLES = {"_replace", "_make", "_fields", "_asdict"}  # their public methods
 ON_ITSELF = {"self", "cls", "super()"}  # whose names may be inherited: that only types would tell

@@ -7,6 +7,8 @@ import pytest
 
 from rayloader.errors import StateError
 from rayloader.resume import checkpoint
+from rayloader.resume.snapshot import own_state_of
+from rayloader.resume.state import LocalState
 
 
 class MadeWhenFirstUsed:
@@ -24,7 +26,7 @@ def loader_of(dataset):
 def saved_and_new():
     old, new = MadeWhenFirstUsed(), MadeWhenFirstUsed()
     old.draw()
-    return old, checkpoint.capture(loader_of(old), None), new
+    return old, LocalState(checkpoint.capture_random(loader_of(old)), own_state_of(old)), new
 
 
 def test_a_generator_that_is_made_later_is_missed_with_a_remedy():
@@ -39,7 +41,7 @@ def use_global():
 
 def test_one_that_code_names_and_that_is_missing_is_an_error(monkeypatch):
     monkeypatch.setitem(globals(), "RNG", random.Random(1))
-    state = checkpoint.capture(loader_of(use_global), None)
+    state = LocalState(checkpoint.capture_random(loader_of(use_global)), None)
     expected = use_global()
     checkpoint.restore(loader_of(use_global), state)
     assert use_global() == expected

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from rayloader.resume.ranks import order_of, share
-from rayloader.resume.samplers import Stage
 
 
 def sampler_of(length, num_replicas, rank, *, shuffle=True, drop_last=False):
@@ -46,7 +45,7 @@ def test_what_one_world_has_not_taken_another_gets_once(length, worlds, shuffle,
         seen += [
             sample for mine, some in zip(dealt, taken, strict=True) for begin, end in some for sample in mine[begin:end]
         ]
-        stages.append(Stage(taken))
+        stages.append(taken)
     counts = Counter(seen)
     repeated = sum(counts.values()) - len(counts)
     if drop_last:
@@ -71,7 +70,7 @@ def test_what_comes_more_than_once_in_an_epoch_is_given_as_often(order, worlds, 
         last = number == len(worlds) - 1
         taken = [[(0, len(mine) if last else data.draw(st.integers(0, len(mine))))] for mine in dealt]
         seen += [item for mine, [(begin, end)] in zip(dealt, taken, strict=True) for item in mine[begin:end]]
-        stages.append(Stage(taken))
+        stages.append(taken)
     missing = Counter(order) - Counter(seen)
     assert not Counter(seen) - Counter(order)
     assert missing.total() < worlds[-1]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rayloader.resume.skips import AllBut, SkipSteps, steps_in
+from rayloader.rebuild import AllBut
+from rayloader.task import SkipSteps, steps_in
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 
 from rayloader import ReplayError
 from rayloader.random.generators import RandomState
-from rayloader.resume import snapshot
 from rayloader.resume.snapshot import SHARE, SnapshotTaker, WorkerState, dump_state, end_again, has_state
 
 
@@ -120,8 +119,7 @@ def test_those_of_the_start_are_followed_where_they_are_made_anew_and_later_ones
     assert again.rng.random() == dataset.rng.random()
 
 
-def test_the_next_one_is_due_when_it_costs_its_share_of_the_work(monkeypatch):
-    monkeypatch.setattr(snapshot, "_dear", {})
+def test_the_next_one_is_due_when_it_costs_its_share_of_the_work():
     told = recorder(Counts())
     assert told.is_due
     told.snapshot(None)
@@ -130,19 +128,6 @@ def test_the_next_one_is_due_when_it_costs_its_share_of_the_work(monkeypatch):
     assert not told.is_due
     told.worked(0.2 * cost / SHARE)
     assert told.is_due
-
-
-@pytest.mark.parametrize("dear", [True, False])
-def test_the_first_one_of_an_epoch_waits_where_one_of_such_a_dataset_was_dear(monkeypatch, dear):
-    monkeypatch.setattr(snapshot, "_dear", {})
-    monkeypatch.setattr(snapshot, "DEAR_S", -1.0 if dear else 1e9)
-    before = recorder(Counts())
-    before.snapshot(None)
-    told = recorder(Counts())
-    assert told.is_due is not dear
-    told.worked(1.1 * before._cost / SHARE)
-    assert told.is_due
-    assert recorder(None).is_due
 
 
 def test_a_dataset_with_other_generators_is_refused():

@@ -11,7 +11,7 @@ from rayloader import StateError
 from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn
 from rayloader.resume.journal import Before, Resumed
-from rayloader.resume.samplers import EpochBegin, Stage
+from rayloader.resume.samplers import EpochBegin
 from rayloader.resume.snapshot import WorkerState
 from rayloader.resume.state import (
     Fits,
@@ -49,13 +49,13 @@ def state():
             ((4, 7), (6, 8)),
         ),
     )
-    stages = (Stage([[(0, 4)], [(0, 2), (4, 6)]]),)
+    stages = ([[(0, 4)], [(0, 2), (4, 6)]],)
     starts = (Start(moment(), drawing=moment()), Start(moment(), OwnState(OWN, OWN), [1, 2], 99))
     return State(
         num_workers=2,
         fits=Fits(4, False, "worker", "static", True, "map", 10, "RandomSampler", 2, 1),
-        now=RandomState.capture([]),
-        sampler=SamplerState(OWN, ({"epoch": 3},), (("epoch",),), True),
+        now=moment(),
+        sampler=SamplerState(OWN, (("epoch",),), True),
         process=LocalState(RandomState.capture([]), OWN),
         position=SavedPlace(
             EpochBegin(1, None, 2, starts, stages),
@@ -66,7 +66,6 @@ def state():
         ),
         epoch=5,
         skip_steps=((0, 3), (5, 48)),
-        versions={"python": "3.11.7"},
         redeal=EpochBegin(starts=(Start(moment()),), stages=stages),
     )
 
@@ -90,8 +89,8 @@ def test_a_loaded_state_holds_what_the_saved_one_held(way):
     told, resumed = loaded.position.workers[1].start.before.entries
     assert (told.task_id, told.indices.encoded.skeleton, told.digest) == (4, codec.encode([5, 6]).skeleton, 7)
     assert resumed == Resumed(2, 5)
-    assert loaded.moment.epoch == 3
-    assert loaded.now.equals(saved.now)
+    assert loaded.now.attributes[0]["epoch"] == 3
+    assert loaded.now.random.equals(saved.now.random)
 
 
 def test_what_stays_the_same_is_packed_once():
@@ -124,8 +123,7 @@ def test_a_state_that_holds_something_else_is_refused(name, value):
         State.load({**state().pack(), name: value})
 
 
-@pytest.mark.parametrize(("version", "reason"), [(15, True), (16, False), (99, False), ("15", False), (None, False)])
-def test_a_state_of_another_version_is_refused_with_what_has_changed(version, reason):
-    with pytest.raises(StateError, match=f"the state has version {version!r}, this rayloader reads") as refused:
+@pytest.mark.parametrize("version", [15, 16, 99, "15", None])
+def test_a_state_of_another_version_is_refused(version):
+    with pytest.raises(StateError, match=f"the state has version {version!r}, this rayloader reads"):
         State.load({**saved().pack(), "version": version})
-    assert ('seeding="batch" draws other random numbers' in str(refused.value)) == reason

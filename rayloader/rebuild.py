@@ -17,26 +17,26 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
+from typing_extensions import override
 
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import RayloaderError, StateError, add_note
-from rayloader.options import check_means, is_whole
+from rayloader.options import check_means, check_whole
 from rayloader.protocol import Caught
 from rayloader.random.generators import RandomState
 from rayloader.resume import checkpoint
 from rayloader.resume.digest import digest_of
-from rayloader.resume.skips import AllBut, SkipSteps
+from rayloader.resume.samplers import Samplers, ranks_in
 from rayloader.resume.snapshot import has_state
 from rayloader.resume.state import SavedPlace, SavedWorker, State, Stream
-from rayloader.task import Task
+from rayloader.task import SkipSteps, Step, Task
 from rayloader.transport import codec, raw
 
-_NONE = Task(-1, None, digest=0)
 _STEPS = 2**31  # an epoch has fewer
 
 
@@ -48,32 +48,38 @@ class Rebuilt(NamedTuple):
         indices: of its samples, as the sampler gave them; None for an iterable dataset.
         worker_id: of the worker that builds it; None without workers.
         digest: of the batch: equal ones have equal digests, wherever they are built.
+        before: how many batches were built before it.
     """
 
     batch: Any
     indices: Any
     worker_id: int | None
     digest: int
-
-
-class _Plan(NamedTuple):
-    """How a batch is built again.
-
-    Attributes:
-        state: to resume from.
-        skips: which steps are left out.
-        last: the number that the batch's step has for the loader that resumes.
-        before: how many batches are built before it.
-    """
-
-    state: State
-    skips: SkipSteps
-    last: int
     before: int
 
 
-class Reconstruction:
-    """A batch that is to be built again, in this process: samplers and generators of the program are moved.
+class AllBut(SkipSteps):
+    """Skips what is not needed to build one batch again.
+
+    Args:
+        needed: the steps of the epoch that are built, but for those that were skipped in the run.
+        skipped: these, as a state has them.
+        end: the step after the last one.
+        worker_id: the worker that builds them.
+    """
+
+    def __init__(self, needed: Container[int], end: int, worker_id: int, skipped: Iterable[Step] = ()) -> None:
+        super().__init__()
+        self._needed, self._skipped = needed, {*skipped}
+        self.end, self.only_worker = end, worker_id
+
+    @override
+    def has(self, step: Step) -> bool:
+        return step[1] not in self._needed or step in self._skipped
+
+
+def rebuilt(loader: Any, states: Sequence[State], epoch: int, step: int) -> Rebuilt:
+    """Builds a batch again, in this process: samplers and generators of the program are moved.
 
     Args:
         loader: created like the run's; it serves for this alone from now on.
@@ -81,88 +87,68 @@ class Reconstruction:
         epoch: of the run, from 0.
         step: of the epoch, from 0.
 
-    Attributes:
-        before: how many batches are built before it.
-
     Raises:
-        StateError: no state is of that epoch, or none fits, or the batch can't be built from it.
+        ReplayError: a batch since the state came differently than in the run.
+        StateError: no state is of that epoch, or none fits, or the batch can't be built from it, or never came.
+        Exception: raised by the dataset, as in the run.
     """
+    state, skips, count = _planned(loader, checkpoint.load(loader, _nearest(loader, states, epoch, step)), step)
+    _alone(loader)
+    iterator: Any
+    before = RandomState.capture([])
+    if loader.num_workers:
+        from rayloader.epoch.iterator import EpochIterator
 
-    def __init__(self, loader: Any, states: Sequence[State], epoch: int, step: int) -> None:
-        self._loader, self._step = loader, step
-        state = checkpoint.load(loader, _nearest(loader, states, epoch, step))
-        self._plan = _planned(loader, state, step)
-        self.before = self._plan.before
-        _alone(loader)
-
-    def run(self) -> Rebuilt:
-        """Builds it.
-
-        Raises:
-            ReplayError: a batch since the state came differently than in the run.
-            StateError: no batch of this number came.
-            Exception: raised by the dataset, as in the run.
-        """
-        plan, loader = self._plan, self._loader
-        iterator: Any
+        iterator = EpochIterator(loader, _stream_workers(loader, state), state, skips)
+    else:
+        iterator = LocalIterator(loader, state, skips)
+    if not state.step:  # `iter()` has begun the epoch here as in the run, and has drawn what it drew there
         before = RandomState.capture([])
-        if loader.num_workers:
-            from rayloader.epoch.iterator import EpochIterator
+    error, number = None, -1
+    try:
+        while number < step:
+            error = None
+            try:
+                batch = next(iterator)
+            except (StopIteration, RayloaderError):
+                raise
+            except Exception as raised:  # of the dataset, in this batch: the run went on after it too
+                error = raised
+            task: Task = iterator.last_task
+            number = iterator.position.step_of(task.task_id)
+        if number > step:
+            raise StopIteration
+    except StopIteration:
+        raise _never_came(step) from None
+    finally:
+        with contextlib.suppress(AttributeError):  # it has no workers
+            iterator._shutdown_workers()
+    if error is not None:
+        raise error
+    of_samples = "samples draw" if loader.seeding != "batch" and count else ""
+    draws = "sampler draws" if loader.num_workers else of_samples
+    if draws and not RandomState.capture([]).equals(before):
+        raise StateError(
+            f"the {draws} from the program's own random generators, and the program may have used them too in "
+            f"the steps from the state to step {step}; pass a state that was saved right before the step"
+        )
+    indices = None if _is_iterable(loader) else task.indices.indices
+    worker_id = task.worker_id if loader.num_workers else None
+    return Rebuilt(batch, indices, worker_id, digest_of(batch) if task.digest is None else task.digest, count)
 
-            iterator = EpochIterator(loader, _stream_workers(loader, plan.state), plan.state, plan.skips)
-        else:
-            iterator = LocalIterator(loader, plan.state, plan.skips)
-        if not plan.state.step:  # `iter()` has begun the epoch here as in the run, and has drawn what it drew there
-            before = RandomState.capture([])
-        try:
-            while True:
-                task, batch, error = _next(iterator)
-                number = iterator.position.step_of(task.task_id) if task is not _NONE else sys.maxsize
-                if number >= plan.last:
-                    break
-        finally:
-            with contextlib.suppress(AttributeError):  # it has no workers
-                iterator._shutdown_workers()
-        if number > plan.last:
-            raise _never_came(self._step)
-        if error is not None:
-            raise error
-        of_samples = "samples draw" if loader.seeding != "batch" and plan.before else ""
-        draws = "sampler draws" if loader.num_workers else of_samples
-        if draws and not RandomState.capture([]).equals(before):
-            raise StateError(
-                f"the {draws} from the program's own random generators, and the program may have used them too in "
-                f"the steps from the state to step {self._step}; pass a state that was saved right before the step"
-            )
-        indices = None if _is_iterable(loader) else task.indices.indices
-        worker_id = task.worker_id if loader.num_workers else None
-        return Rebuilt(batch, indices, worker_id, digest_of(batch) if task.digest is None else task.digest)
 
-
-def known_of(loader: Any, epoch: int, step: int, state: Any = None) -> list[State]:
-    """The states from which a batch of the loader's can be built again; see `DataLoader.batch_at`.
+def rebuilt_in_fork(loader: Any, epoch: int, step: int, state: Any = None) -> Rebuilt:
+    """The same in a fork of this process, in which nothing changes; see `DataLoader.batch_at`.
 
     Raises:
         ValueError: there is no such epoch or step.
-    """
-    for number in (epoch, step):
-        if not is_whole(number) or number < 0:
-            raise ValueError(f"epoch and step must be whole numbers >= 0, got {epoch!r} and {step!r}")
-    states = [] if state is None else [state] if isinstance(state, dict) else [*state]
-    return [State.load(one) for one in states or [loader.state_dict()]]
-
-
-def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int) -> Rebuilt:
-    """The same in a fork of this process, in which nothing changes.
-
-    Raises:
         RayloaderError: the fork has died.
-        Exception: as `Reconstruction` does.
+        Exception: as `rebuilt` does.
     """
-    if multiprocessing.current_process().daemon:
-        raise RayloaderError(
-            "batch_at() can't be called in a worker, which may have no processes; call it in the program"
-        )
+    check_whole("epoch", epoch, 0)
+    check_whole("step", step, 0)
+    given = [] if state is None else [state] if isinstance(state, dict) else [*state]
+    states = [State.load(one) for one in given or [loader.state_dict()]]
     check_means("batch_at()")
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -182,10 +168,10 @@ def rebuilt_in_fork(loader: Any, states: Sequence[State], epoch: int, step: int)
                 f"the process that was to build step {step} of epoch {epoch} again has died, with exit code "
                 f"{process.exitcode}; if memory was short, use `rayloader replay`"
             ) from None
-        error, *rebuilt = codec.decode(content, [*map(raw.copied, buffers)], ())
+        error, *found = codec.decode(content, [*map(raw.copied, buffers)], ())
         if error is not None:
             raise error
-        return Rebuilt(*rebuilt)
+        return Rebuilt(*found)
     finally:
         receiving.close()
         sending.close()
@@ -199,7 +185,7 @@ def _send(connection: Any, *arguments: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the program's, which then kills this process
     torch.set_num_threads(1)  # the threads of the program are not here
     try:
-        encoded = codec.encode((None, *Reconstruction(*arguments).run()), known_classes=True)
+        encoded = codec.encode((None, *rebuilt(*arguments)), known_classes=True)
     except Exception as error:
         loader, *_ = arguments
         if not loader.num_workers and not isinstance(error, RayloaderError):  # else it is in the text already
@@ -217,10 +203,10 @@ def _send(connection: Any, *arguments: Any) -> None:
 
 def _nearest(loader: Any, states: Sequence[State], epoch: int, step: int) -> State:
     """The state from which the fewest steps lead to this one."""
-    rank = checkpoint.rank_of(loader)
-    fitting = [state for state in states if state.epoch == epoch and (rank is None or state.fits.rank == rank)]
+    ranks = ranks_in(loader, Samplers(loader))
+    fitting = [state for state in states if state.epoch == epoch and (ranks is None or state.fits.rank == ranks.rank)]
     if not fitting:
-        of_rank = "" if rank is None else f" and of rank {rank}"
+        of_rank = "" if ranks is None else f" and of rank {ranks.rank}"
         raise StateError(
             f"to build step {step} of epoch {epoch}, a state of that epoch{of_rank} is needed; got states of epochs "
             f"{sorted({state.epoch for state in states})}"
@@ -228,8 +214,8 @@ def _nearest(loader: Any, states: Sequence[State], epoch: int, step: int) -> Sta
     return min(fitting, key=lambda state: step - state.step if step >= state.step else step + state.step)
 
 
-def _planned(loader: Any, state: State, step: int) -> _Plan:
-    """What must be built for a step."""
+def _planned(loader: Any, state: State, step: int) -> tuple[State, SkipSteps, int]:
+    """How a step is built again: the state to resume from, what is left out, and how many batches come before it."""
     is_iterable, place = _is_iterable(loader), state.position
     depends = _why_it_depends(loader, state)
     if place is not None and not place.finished and (step < state.step or step in place.ahead):
@@ -241,13 +227,11 @@ def _planned(loader: Any, state: State, step: int) -> _Plan:
     if not depends:
         if count:
             state = _with_workers(state, lambda _: checkpoint.fresh_worker(state.position))
-        return _Plan(state, AllBut({step}, step + 1, step % max(1, count)), step, 0)
+        return state, AllBut({step}, step + 1, step % max(1, count)), 0
     if not count:
-        of_run = SkipSteps(known=state.skip_steps)
-        of_run.end = step + 1
-        return _Plan(state, of_run, step, step - start)
+        return state, AllBut(range(start, step + 1), step + 1, 0, state.skip_steps), step - start
     if is_iterable:  # whose turn it is depends on which streams have ended before, so all are read
-        return _Plan(state, SkipSteps(), step, step - start)
+        return state, SkipSteps(), step - start
     if count > 1 and (not loader.in_order or loader.scheduling == "dynamic"):
         raise StateError(
             f"step {step} depends on the batches that its worker has built before it ({depends}), and with "
@@ -258,8 +242,7 @@ def _planned(loader: Any, state: State, step: int) -> _Plan:
     again = 0 if place is None else len(place.workers[worker_id].to_rebuild)
     skipped = sum(epoch == state.epoch and one in mine for epoch, one in state.skip_steps)
     state = _with_workers(state, lambda number: None if number == worker_id else SavedWorker())
-    skips = AllBut(mine, step + 1, worker_id, state.skip_steps)
-    return _Plan(state, skips, step, len(mine) - 1 + again - skipped)
+    return state, AllBut(mine, step + 1, worker_id, state.skip_steps), len(mine) - 1 + again - skipped
 
 
 def _stream_workers(loader: Any, state: State) -> int:
@@ -330,23 +313,6 @@ def _alone(loader: Any) -> None:
     loader.device, loader.prefetch_to_device, loader.pin_memory = None, None, False
     if sys.platform == "linux":
         loader.workers, loader.ray_remote_args, loader.arenas, loader.multiprocessing_context = "fork", None, True, None
-
-
-# ---- what has come
-
-
-def _next(iterator: Any) -> tuple[Task, Any, Exception | None]:
-    """The next task, with its batch or the exception that it raised; `_NONE` after the last one."""
-    raised, batch = None, None
-    try:
-        batch = next(iterator)
-    except StopIteration:
-        return _NONE, None, None
-    except RayloaderError:
-        raise
-    except Exception as error:  # of the dataset, in this batch: the run went on after it too
-        raised = error
-    return iterator.last_task, batch, raised
 
 
 def _never_came(step: int) -> StateError:

@@ -1,1 +1,0 @@
-"""Any batch of a run again: what each batch was, and how to build it once more."""
