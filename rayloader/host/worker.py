@@ -375,7 +375,9 @@ class HostedWorker:
             try:
                 encoded = _encode(batch, fresh=fresh)
             except Exception as error:  # the user's objects may raise anything
-                codec.note_batch(error, batch, _encode)
+                from rayloader.transport.replica import note_batch
+
+                note_batch(error, batch, _encode)
                 raise
             checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum([buffer.nbytes for buffer in encoded.buffers])

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from rayloader import _compat
-from rayloader.transport.pickler import Special
 
 _SEED = "seed_seq"  # added to NumPy's own state
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
@@ -274,10 +273,6 @@ def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
     if isinstance(obj, random.SystemRandom) and type(obj).__reduce__ is random.Random.__reduce__:
         return _without_state, (type(obj), vars(obj))
     return reduced(obj)
-
-
-# For the pickler of a replica.
-GENERATORS = Special(KINDS, reduce_generator)
 
 
 def _without_state(kind: Any, attributes: dict[str, Any]) -> Any:

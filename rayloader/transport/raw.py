@@ -156,33 +156,16 @@ def make_array(
     buffer: Any,
     shape: tuple[int, ...],
     dtype: Any,
+    order: Literal["C", "F"] = "C",
     strides: tuple[int, ...] | None = None,
     offset: int = 0,
-    order: Literal["C", "F"] = "C",
     writable: bool = True,
-    kind: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
     """Creates a view of a buffer."""
-    array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides, order)
+    array: Any = np.ndarray(shape, dtype, buffer, offset, strides, order)
     if not writable:
         array.flags.writeable = False
     return array
-
-
-def set_array(array: np.ndarray[Any, Any], state: tuple[Any, tuple[dict[str, Any], ...], bool]) -> None:
-    """Gives an array of objects its content, and one of a subclass its attributes."""
-    content, attributes, writable = state
-    if content is not None:
-        np.ndarray.__setstate__(array, content)
-    if attributes:
-        own, slots = attributes
-        if hasattr(array, "__dict__"):
-            vars(array).clear()  # set by `__array_finalize__`
-            vars(array).update(own)
-        for name, value in slots.items():
-            object.__setattr__(array, name, value)
-    if not writable:
-        array.flags.writeable = False
 
 
 def set_attributes(obj: Any, state: Any) -> None:

@@ -1,8 +1,6 @@
 """Functions that no import finds: their code, and the code inside it, keeps the name of the user's file."""
 
-import ctypes
 import functools
-import io
 import pickle
 import traceback
 import types
@@ -11,7 +9,8 @@ import warnings
 import pytest
 import torch
 
-from rayloader.transport.pickler import ByValuePickler, Pickler, Special, dumped
+from rayloader.transport.pickler import ByValuePickler, Pickler, dumped
+from rayloader.transport.replica import ReplicaPickler
 
 FILE = "users_program.py"
 SOURCE = """
@@ -127,10 +126,6 @@ def of_this_module():
     pass
 
 
-def test_arrays_of_ctypes_arrive():
-    assert list(there_and_back((ctypes.c_int * 2)(7, 8))) == [7, 8]
-
-
 class OnAccelerator:
     """A storage as `Pickler` sees it, of a device that this machine need not have."""
 
@@ -143,18 +138,14 @@ class OnAccelerator:
         return torch.arange(3).untyped_storage()
 
 
-def pickler(replica):
-    return Pickler(io.BytesIO(), False, (), replica, Special())
-
-
 def test_a_storage_on_an_accelerator_is_refused_in_a_batch():
     with pytest.raises(TypeError, match=r"got a tensor on 'cuda:1'.*DataLoader\(\.\.\., device='cuda'\)"):
-        pickler(False)._storage(OnAccelerator(), torch.UntypedStorage)
+        Pickler()._storage(OnAccelerator(), torch.UntypedStorage)
 
 
 def test_a_storage_on_an_accelerator_is_copied_once_for_a_replica():
-    taking = pickler(True)
+    taking = ReplicaPickler()
     tokens = [taking._storage(OnAccelerator(), torch.UntypedStorage)[1][0] for _ in range(2)]
     assert tokens[0] is tokens[1]
-    (span,) = taking.spans.values()
+    (span,) = taking.tokens.values()
     assert span.storage.tolist() == torch.arange(3).untyped_storage().tolist()

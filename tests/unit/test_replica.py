@@ -24,15 +24,15 @@ import aliases
 from rayloader.actors.image import Contents, Image, image_from_content, open_image
 from rayloader.errors import ReplicaError, ReplicaMemoryError
 from rayloader.transport import codec, memory_file
-from rayloader.transport.mapped import shared_file
 from rayloader.transport.memory_file import MemoryFileError, address_of_buffer
+from rayloader.transport.replica import encode_for_worker, explain, shared_file
 
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20
 
 
 def contents_of(obj):
-    return Contents(codec.encode(obj, replica=True))
+    return Contents(encode_for_worker(obj))
 
 
 def write(obj, old=None):
@@ -422,10 +422,10 @@ def test_a_copy_of_shared_memory_is_noticed(data_file, tmp_path):
     try:
         over = np.ndarray(1, np.uint8, memory.buf)
         for obj, path in ((torch.from_numpy(writable), str(data_file)), (over, f"/dev/shm/{memory.name}")):
-            (buffer,) = codec.encode(obj, replica=True).buffers
+            (buffer,) = encode_for_worker(obj).buffers
             assert shared_file([address_of_buffer(buffer)]) == path
         others = [torch.from_numpy(private), np.zeros(1000), torch.zeros(1000)]
-        assert shared_file(map(address_of_buffer, codec.encode(others, replica=True).buffers)) is None
+        assert shared_file(map(address_of_buffer, encode_for_worker(others).buffers)) is None
     finally:
         del over
         memory.close()
@@ -475,7 +475,7 @@ def test_a_pipe_is_refused_and_the_remedy_named():
     with ours, theirs:
         with pytest.raises(TypeError, match="Connection"):
             codec.encode({"pipe": ours})
-        text = codec.explain({"pipe": ours}, "dataset")
+        text = explain({"pipe": ours}, "dataset")
     assert text.startswith("dataset['pipe']: multiprocessing.connection.Connection")
     assert "share_memory_()" in text
 
@@ -490,7 +490,7 @@ def test_a_pipe_is_refused_and_the_remedy_named():
     ],
 )
 def test_the_remedy_is_one_for_that_kind_of_object(make, instead):
-    text = codec.explain({"it": make()}, "dataset")
+    text = explain({"it": make()}, "dataset")
     assert text.startswith("dataset['it']")
     assert instead in text
 

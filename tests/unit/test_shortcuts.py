@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from rayloader.actors.image import Contents, Image, open_image
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.raw import copied
+from rayloader.transport.replica import encode_for_worker
 
 RECORDS = np.array([(1, 2.5, b"ab"), (3, 4.5, b"c")], dtype=[("i", "<i4"), ("f", "<f8"), ("s", "S3")])
 
@@ -187,7 +188,7 @@ def test_in_a_batch_it_is_what_torch_delivers(kind, of_torch):
 
 def described_in_a_worker(obj):
     """A failed test would keep the image."""
-    image = Image.write(Contents(encode({"it": obj}, replica=True)))
+    image = Image.write(Contents(encode_for_worker({"it": obj})))
     return described(decode(*open_image(image.address))["it"])
 
 
@@ -202,8 +203,8 @@ def test_in_a_dataset_it_is_what_a_fork_leaves(kind):
 
 
 @pytest.mark.parametrize("view", [memoryview(b"abc"), memoryview(np.arange(3))])
-@pytest.mark.parametrize("replica", [False, True])
-def test_a_view_of_memory_is_refused(view, replica):
+@pytest.mark.parametrize("encode", [encode, encode_for_worker])
+def test_a_view_of_memory_is_refused(view, encode):
     """As pickle refuses it; cloudpickle would send bytes."""
     with pytest.raises(TypeError, match="cannot pickle 'memoryview' object: keep the object that it is a view of"):
-        encode(view, replica=replica)
+        encode(view)
