@@ -18,6 +18,7 @@ lacks too. The only state is a cache of definitions, which live as long as their
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import io
@@ -53,6 +54,7 @@ _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 _reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
 _Cached = type(functools.lru_cache(len))
+_ArrayType: Any = type(ctypes.Array)
 
 # Of each class: its id in cloudpickle, its pickle by value, and its place in this process and its forks.
 _definitions: WeakKeyDictionary[type, tuple[Any, ...]] = WeakKeyDictionary()
@@ -89,6 +91,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """How a function or a class is pickled; NotImplemented for anything else."""
+        if type(obj) is _ArrayType and obj is not ctypes.Array and obj._type_ * obj._length_ is obj:
+            return operator.mul, (obj._type_, obj._length_)  # such a class has no name in a module
         reduced = super().reducer_override(obj)
         return _with_slots(obj, reduced) if isinstance(obj, type) else reduced
 

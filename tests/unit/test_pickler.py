@@ -1,5 +1,6 @@
 """Functions that no import finds: their code, and the code inside it, keeps the name of the user's file."""
 
+import ctypes
 import functools
 import pickle
 import traceback
@@ -124,6 +125,10 @@ class Counted:
 @functools.cache
 def of_this_module():
     pass
+
+
+def test_arrays_of_ctypes_arrive():
+    assert list(there_and_back((ctypes.c_int * 2)(7, 8))) == [7, 8]
 
 
 class OnAccelerator:
