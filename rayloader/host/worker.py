@@ -19,13 +19,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterDataPipe
+from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import fetching
 from rayloader._compat import DatasetKind, begin_streams, loading_streams, numpy_seed, set_worker_info
 from rayloader.errors import ReplayError, add_note, exit_in_words
-from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
+from rayloader.host.collate import (
+    FreshTensors,
+    adopt_collate_fn_map,
+    are_torchs,
+    collate_into,
+    is_torchs,
+    takes_whole_batches,
+    whole_batch,
+)
 from rayloader.host.shard_info import Reader
 from rayloader.protocol import ENDS, Answer, Caught, Replica, ResultKind, Setup, carried, pack_spent
 from rayloader.random.generators import RandomState, seed_all, seed_torch
@@ -98,7 +106,7 @@ class HostedWorker:
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._fetcher: Any = None
-        self._whole_batch: Any = None  # the function that selects whole batches from datasets of torch's own
+        self._takes_whole = False  # whether whole batches may be selected from its dataset
         self._failure: Answer | None = None  # of `start` or `resume`; the answer to every task
         self._unrestored = False  # whether that failure means that this worker cannot be restored
         self._exhausted = False
@@ -132,10 +140,7 @@ class HostedWorker:
             begin_streams(self._dataset)
             others = {"collate_fn": self._collate_fn, "worker_init_fn": loaded.worker_init_fn}
             self._snapshots = SnapshotTaker(self._dataset, {"dataset": self._dataset, **others}, seeded)
-            if self._setup.auto_collation and type(self._dataset).__module__ in ("torch", Dataset.__module__):
-                from rayloader.host.whole_batches import whole_batch
-
-                self._whole_batch = whole_batch
+            self._takes_whole = self._setup.auto_collation and takes_whole_batches(self._dataset)
             if state is None:
                 self._create_fetcher()
             else:
@@ -423,9 +428,9 @@ class HostedWorker:
         try:
             left_out = skipped if setup.skip_errors else None
             wanted, only_torchs = from_wire(Wire(*indices)), is_torchs(self._collate_fn)
-            if self._whole_batch is not None and only_torchs:
+            if self._takes_whole and only_torchs:
                 fresh = collate_into(arena, alone=True)
-                if (batch := self._whole_batch(self._dataset, wanted)) is not None:
+                if (batch := whole_batch(self._dataset, wanted)) is not None:
                     self._fetched = time.perf_counter()
                     return batch, len(wanted), fresh
                 collate_into(arena)
