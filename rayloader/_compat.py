@@ -54,7 +54,7 @@ with private_names_of("torch"):
 
     profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
     no_torch_function = torch._C.DisableTorchFunctionSubclass
-    _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+    function_modes, dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
     _free_dead_storages: Callable[[], None] = shared_cache.free_dead_references
 
     # Of tensors and storages. What is read of each tensor of a batch is read where it is used, which takes no call;
@@ -77,12 +77,7 @@ typed_storage = functools.partial(torch.TypedStorage, _internal=True)  # without
 untyped_in = operator.attrgetter("_untyped_storage")  # of a typed storage; `untyped()` warns
 datapipe_in = operator.attrgetter("_datapipe")  # of a `DataPipeWrapper`
 
-_tensor = torch.tensor
-
-
-def torch_is_itself() -> bool:
-    """Whether `torch.tensor` is unchanged: no mode, such as that of a default device, and no patch affects it."""
-    return not _function_modes() and not _dispatch_modes() and torch.tensor is _tensor
+torch_tensor = torch.tensor
 
 
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))

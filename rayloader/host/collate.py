@@ -18,7 +18,9 @@ from rayloader._compat import (
     collate_int_fn,
     collate_tensor_fn,
     default_collate_fn_map,
-    torch_is_itself,
+    dispatch_modes,
+    function_modes,
+    torch_tensor,
     typed_storage,
 )
 from rayloader.fetching import collates
@@ -74,8 +76,13 @@ def collate_into(arena: ArenaWriter | None, *, alone: bool = False) -> FreshTens
 
 
 def is_torchs(collate_fn: Any) -> bool:
-    """Whether it is `default_collate`, and that runs no function of the user's for torch's own types."""
-    return collate_fn is default_collate and default_collate_fn_map == collates and torch_is_itself()
+    """Whether it is `default_collate`, and that runs no function of the user's for torch's own types.
+
+    No mode, such as that of a default device, and no patch affects it.
+    """
+    if collate_fn is not default_collate or default_collate_fn_map != collates or torch.tensor is not torch_tensor:
+        return False
+    return not function_modes() and not dispatch_modes()
 
 
 def are_torchs(samples: Any) -> bool:

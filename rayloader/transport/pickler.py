@@ -113,11 +113,6 @@ def dumped(obj: Any, kind: type[ByValuePickler]) -> bytes:
     return file.getvalue()
 
 
-def has_classes_by_id(skeleton: bytes) -> bool:
-    """Whether this may be a pickle that has such a class: it is not the same in each run of a program."""
-    return _BY_ID in skeleton
-
-
 class Span:
     """The bytes `start` to `end` of one storage, and the token that represents them."""
 
@@ -398,7 +393,8 @@ def _known_class(tracker_id: str, definition: bytes | None, place: int, module: 
     return _Definition(definition or b"").load() if cls is None else cls
 
 
-_BY_ID = _known_class.__name__.encode()
+# A skeleton that has such a class holds this, and is not the same in each run of a program.
+BY_ID = _known_class.__name__.encode()
 
 
 def _class_at(place: int, module: str, name: str) -> type | None:
