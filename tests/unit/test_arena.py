@@ -27,11 +27,12 @@ from hypothesis import strategies as st
 import programs
 from rayloader.transport import arena as module
 from rayloader.transport import codec
-from rayloader.transport.arena import CHUNK, COLD_AFTER, PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
+from rayloader.transport.arena import COLD_AFTER, PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
 from rayloader.transport.codec import no_collection
 from rayloader.transport.memory_file import MemoryFile
 
 HANG_LIMIT_S = 500.0
+MIB = 1 << 20
 NUMBERS = torch.arange(512)  # a page
 
 
@@ -668,13 +669,13 @@ def test_the_same_memory_serves_again_and_again():
 
 def test_memory_that_is_cold_is_given_back():
     pair = Pair(20_000)
-    held = [pair.lend(torch.full((CHUNK // 8,), number)) for number in range(40)]
-    assert touched(pair.arena) >= 40 * CHUNK
+    held = [pair.lend(torch.full((MIB // 8,), number)) for number in range(40)]
+    assert touched(pair.arena) >= 40 * MIB
     del held[1:]
-    for _ in range(2 * COLD_AFTER):
+    for _ in range(COLD_AFTER):
         pair.lend()
         pair.done()
-    assert touched(pair.arena) <= 5 * CHUNK
+    assert touched(pair.arena) <= 2 * MIB
     assert (held[0] == 0).all()
 
 
@@ -1014,26 +1015,11 @@ def test_slots_never_overlap_and_all_room_comes_back(steps):
     assert free.take(24 * PAGE) == (0, 24 * PAGE)
 
 
-def test_memory_is_cold_when_nothing_has_covered_it_for_long():
-    free = FreeSlots(100 * CHUNK)
-    held = [free.take(CHUNK) for _ in range(20)]
+def test_what_is_joined_is_what_is_free():
+    free = FreeSlots(100 * PAGE)
+    held = [free.take(PAGE) for _ in range(20)]
     for slot in held[3:]:
         free.put_back(*slot)
-    assert free.cold(held[:3]) == []
-    for _ in range(COLD_AFTER):
-        free.put_back(*free.take(CHUNK))
-    cold = free.cold(held[:3])
-    extents = [range(start, start + size) for start, size in [*held[:3], held[-1]]]
-    assert all(start not in extent for start, _ in cold for extent in extents)
-    assert len(cold) >= 14
-    assert len(free.cold(held[:3])) == 1  # what had been covered until then
-    assert free.cold(held[:3]) == []
-
-
-def test_memory_that_is_in_use_is_never_cold():
-    free = FreeSlots(10 * CHUNK)
-    used = [free.take(CHUNK // 2) for _ in range(9)]
-    for _ in range(3):
-        for _ in range(COLD_AFTER):
-            free.put_back(*free.take(PAGE))
-        assert free.cold(used) == []
+    assert free.join() == [(3 * PAGE, 100 * PAGE)]
+    free.put_back(*held[1])
+    assert free.join() == [(PAGE, 2 * PAGE), (3 * PAGE, 100 * PAGE)]
