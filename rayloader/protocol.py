@@ -224,20 +224,13 @@ class Caught(ExceptionWrapper):
         except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
             raise
         except BaseException as raised:
-            if self._is_torchs(raised):
+            if isinstance(raised, (self.exc_type, RuntimeError)):
                 return BaseException.with_traceback(raised, None)  # which the class may hide
             # Of a type that has an attribute `message` torch makes one by `message=`, which not all of these take.
             with contextlib.suppress(Exception):
                 if isinstance(error := self.exc_type(self.text), BaseException):
                     return error
         return RuntimeError(self.text)
-
-    def _is_torchs(self, error: BaseException) -> bool:
-        """Whether torch has made the exception that it raises, and has not failed to."""
-        ours = error.__traceback__
-        torchs = ours and ours.tb_next
-        failed = type(error) is TypeError or (torchs is not None and torchs.tb_next is not None)
-        return not failed or self.exc_type in type(error).__mro__
 
     def _is_shown(self, error: BaseException) -> bool:
         try:

@@ -69,7 +69,6 @@ def _encode(obj: Any, **options: Any) -> codec.Encoded:
 class BuildOrder(NamedTuple):
     """What to build."""
 
-    call: int
     task_id: int
     indices: tuple[Any, ...]  # fields of a `Wire`
     again: bool = False  # it is rebuilt for its effect on the worker
@@ -190,7 +189,7 @@ class HostedWorker:
         if goal is None:
             return True
         nothing = in_message(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
-        again = BuildOrder(0, -1, nothing, again=True)
+        again = BuildOrder(-1, nothing, again=True)
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
             if result.kind == ResultKind.EXITED:

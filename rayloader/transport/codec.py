@@ -171,11 +171,12 @@ def decode(
         return _decode_plain(bytes(tail[_VALUES_AT:end]), buffers, values)  # type: ignore[arg-type]
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
-    header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
-    if len(buffers) != len(header.extents):
-        raise ValueError(f"decode needs the skeleton's {len(header.extents)} buffers, got {len(buffers)}")
+    # What each reference means: a buffer, or -1 - carried; and of the buffers: size, start in the storage or -1.
+    uses, extents = pickle.loads(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH])
+    if len(buffers) != len(extents):
+        raise ValueError(f"decode needs the skeleton's {len(extents)} buffers, got {len(buffers)}")
     sources: list[Any] = []
-    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.extents, strict=True)):
+    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, extents, strict=True)):
         if isinstance(buffer, torch.UntypedStorage):
             sources.append((buffer, start))
             continue
@@ -184,7 +185,7 @@ def decode(
             sources.append((raw.storage_over(view), start))
         else:
             sources.append(buffer if isinstance(buffer, np.ndarray) else view)  # its views show what it is
-    tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
+    tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in uses]
     return pickle.loads(skeleton, buffers=tokens)
 
 
@@ -210,18 +211,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@functools.lru_cache(maxsize=64)
-def _header(header: bytes) -> _Header:
-    return _Header(*pickle.loads(header))
-
-
-class _Header(NamedTuple):
-    """The data at the end of a skeleton."""
-
-    uses: list[int]  # what each reference means: a buffer, or -1 - carried
-    extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
 
 
 # ---- plain batches

@@ -436,15 +436,15 @@ def note_batch(error: Exception, batch: object, send: Callable[[object], object]
 
 def _search(obj: object, name: str, send: Callable[[object], object]) -> _Culprit | None:
     try:
-        return _culprit(obj, name, 6, iter(range(2000)), [], send)
+        return _culprit(obj, name, 6, iter(range(2000)), send)
     except Exception:  # the user's objects may raise anything, and this only adds to an error that is already raised
         return None
 
 
 def _culprit(
-    obj: object, path: str, depth: int, budget: Iterator[int], above: list[object], send: Callable[[object], object]
+    obj: object, path: str, depth: int, budget: Iterator[int], send: Callable[[object], object]
 ) -> _Culprit | None:
-    if any(obj is one for one in above) or next(budget, None) is None:
+    if next(budget, None) is None:
         return None
     try:
         send(obj)
@@ -453,7 +453,7 @@ def _culprit(
         reason = f"{type(error).__name__}: {error}"
     with contextlib.suppress(Exception):  # an object that can't even be taken apart is the culprit itself
         for suffix, part in _pickled_with(obj) if depth else ():
-            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj], send):
+            if found := _culprit(part, path + suffix, depth - 1, budget, send):
                 return found
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
     return _Culprit(path, kind, reason)
