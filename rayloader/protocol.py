@@ -192,12 +192,7 @@ class Caught(ExceptionWrapper):
     exc_type: Any
 
     def __init__(self, error: BaseException, where: str) -> None:
-        try:
-            super().__init__((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
-        except Exception:  # Python looks for attributes of the exception, which the user's class may refuse
-            self.exc_type, self.where = type(error), where
-            lines = traceback.format_tb(error.__traceback__)
-            self.exc_msg = "".join(["Traceback (most recent call last):\n", *lines, f"{type(error).__name__}\n"])
+        super().__init__((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
         self.text = f"Caught {type(error).__name__} {where}.\nOriginal {self.exc_msg}"
         self.sample = ""
 
@@ -233,10 +228,7 @@ class Caught(ExceptionWrapper):
         return RuntimeError(self.text)
 
     def _is_shown(self, error: BaseException) -> bool:
-        try:
-            return self.text.strip() in "".join(traceback.format_exception_only(error))
-        except Exception:  # the user's class, as above
-            return False
+        return self.text.strip() in "".join(traceback.format_exception_only(error))
 
     @override
     def reraise(self) -> None:

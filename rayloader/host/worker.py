@@ -172,15 +172,21 @@ class HostedWorker:
         self._snapshots.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
-    def _finish_restoring(self) -> Answer | None:
-        """Builds all that is to be built again. Returns only a result that ends the process."""
+    def _restore_on(self, until: float = math.inf, is_unwanted: Callable[[], bool] = lambda: False) -> Answer | None:
+        """Builds what is to be built again, up to time `until`. Returns only a result that ends the process."""
         restoring = self._restoring
-        if restoring is not None:
-            self._read_on(restoring, math.inf)
-            while restoring.left:
-                result = self._do(restoring.left.popleft(), None)
-                if result.kind in ENDS:
-                    return result
+        if restoring is None or not self._read_on(restoring, until):
+            return None
+        while restoring.left:
+            task = restoring.left.popleft()
+            if is_unwanted():
+                restoring.done += 1
+                continue
+            result = self._do(task, None)
+            if result.kind in ENDS:
+                return result
+            if time.monotonic() >= until:
+                break
         return None
 
     def _read_on(self, restoring: Restoring, until: float) -> bool:
@@ -276,7 +282,7 @@ class HostedWorker:
         As there, tasks that torch's worker would have been given are built first, and nothing more: the random streams
         continue after these.
         """
-        if (ends := self._finish_restoring()) is not None:
+        if (ends := self._restore_on()) is not None:
             sys.exit(ends.text)  # this call has no other way to say so
         if self._snapshots.loaded is not None and (self._exhausted or getattr(self._fetcher, "ended", False)):
             self._end_again(self._snapshots.loaded)
@@ -303,7 +309,7 @@ class HostedWorker:
 
     def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Returns a task's result."""
-        if (ends := self._finish_restoring()) is not None:
+        if (ends := self._restore_on()) is not None:
             return replace(ends, task_id=task.task_id)
         return self._do(task, arena)
 
@@ -315,20 +321,7 @@ class HostedWorker:
         self._restoring = restoring = self._restoring or Restoring()
         restoring.left.extend(tasks)
         restoring.total += len(tasks)
-        until = time.monotonic() + REPLAY_SECONDS
-        if not self._read_on(restoring, until):
-            return None
-        while restoring.left:
-            task = restoring.left.popleft()
-            if is_unwanted():
-                restoring.done += 1
-                continue
-            result = self._do(task, None)
-            if result.kind in ENDS:
-                return result
-            if time.monotonic() >= until:
-                break
-        return None
+        return self._restore_on(time.monotonic() + REPLAY_SECONDS, is_unwanted)
 
     def _do(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Executes a task when it is its turn; a rebuilt batch must equal the original."""

@@ -394,47 +394,37 @@ class Arena:
 
 
 class ArenaWriter:
-    """The worker's side: the mapped file, and its free slots. Create one with `open`.
+    """The worker's side: maps the arena of another process, and knows its free slots.
 
     Args:
-        mapping: of the file.
-        nbytes: size of the file.
+        address: of the arena.
 
     Attributes:
         full: whether there was no room for a buffer.
         small: buffers up to this size are not worth a slot of their own, according to the driver.
+
+    Raises:
+        ArenaError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is found
+            in its place is another file.
     """
 
-    def __init__(self, mapping: ArenaMemory, nbytes: int) -> None:
+    def __init__(self, address: FileAddress) -> None:
+        try:
+            fd = open_file(address, writable=True)
+            try:
+                self._mapping = ArenaMemory(fd, address.nbytes)
+            finally:
+                os.close(fd)
+        except (OSError, MemoryFileError) as error:
+            raise ArenaError(f"can't open {address.name}: {error}") from error
         self.small = 0
-        self._mapping = mapping
         self._pid = os.getpid()
-        self._free = FreeSlots(nbytes)
+        self._free = FreeSlots(address.nbytes)
         self._slots: dict[int, _Taken] = {}  # by ticket
         self._batch: list[int] = []  # tickets taken for the batch that is being built
         self._kept: list[int] = []  # of slots that user code still referred to when their batch was finished
         self._last_ticket = 0
         self.full = False
-
-    @classmethod
-    def open(cls, address: FileAddress) -> ArenaWriter:
-        """Maps the arena of another process.
-
-        Args:
-            address: of the arena.
-
-        Raises:
-            ArenaError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is
-                found in its place is another file.
-        """
-        try:
-            fd = open_file(address, writable=True)
-            try:
-                return cls(ArenaMemory(fd, address.nbytes), address.nbytes)
-            finally:
-                os.close(fd)
-        except (OSError, MemoryFileError) as error:
-            raise ArenaError(f"can't open {address.name}: {error}") from error
 
     def begin(self) -> None:
         """A batch begins; the rest of an unfinished one is dropped."""

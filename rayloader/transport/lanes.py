@@ -306,7 +306,7 @@ class WorkerLane:
         if (address := news.address) is not None and address != self.address:
             self._arena, self.address, self.error = None, address, ""
             try:
-                self._arena = ArenaWriter.open(address)
+                self._arena = ArenaWriter(address)
             except ArenaError as error:
                 self.error = str(error)
         if self._arena is not None:

@@ -67,7 +67,7 @@ class Pair:
 
     def __init__(self, pages=4):
         self.arena = Arena(pages * PAGE)
-        self.writer = ArenaWriter.open(self.arena.address)
+        self.writer = ArenaWriter(self.arena.address)
         self.leases = {}
 
     def put(self, content=NUMBERS):
@@ -135,7 +135,7 @@ def serve(connection):
         match message:
             case "open", address:
                 try:
-                    opened, answer = ArenaWriter.open(address), None
+                    opened, answer = ArenaWriter(address), None
                 except ArenaError as error:
                     answer = error
             case "fill", freed, seeds:
@@ -280,7 +280,7 @@ def test_another_file_under_the_same_descriptor_is_refused(impostor):
     os.dup2(fd, arena.address.fd, inheritable=False)
     os.close(fd)
     with pytest.raises(ArenaError, match=arena.address.name):
-        ArenaWriter.open(arena.address)
+        ArenaWriter(arena.address)
 
 
 def test_what_has_not_our_name_is_not_even_opened(monkeypatch):
@@ -290,7 +290,7 @@ def test_what_has_not_our_name_is_not_even_opened(monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr(os, "open", lambda path, *_: opened.append(path))
     with pytest.raises(ArenaError, match="must be rayloader-arena-"):
-        ArenaWriter.open(address)
+        ArenaWriter(address)
     assert opened == []
 
 
@@ -644,7 +644,7 @@ def test_leases_that_live_to_the_end_of_the_process_are_quiet():
 import torch
 from rayloader.transport.arena import Arena, ArenaWriter
 arena = Arena(1 << 20)
-writer = ArenaWriter.open(arena.address)
+writer = ArenaWriter(arena.address)
 leases = {}
 kept = [torch.frombuffer(arena.view(writer.put(memoryview(bytes(64))), leases), dtype=torch.uint8) for _ in range(3)]
 kept.append(kept)

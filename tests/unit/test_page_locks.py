@@ -54,7 +54,7 @@ class Worker:
         self.accelerator = accelerator
         self.arena = Arena(nbytes)
         self.arena.page_lock_for(accelerator)
-        self.writer = ArenaWriter.open(self.arena.address)
+        self.writer = ArenaWriter(self.arena.address)
 
     def build(self, number, items=4096):
         self.writer.begin()
