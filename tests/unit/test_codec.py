@@ -783,6 +783,7 @@ import torch
 from cloudpickle import cloudpickle
 from rayloader.transport.codec import decode, encode
 from rayloader.transport.raw import copied
+from rayloader.transport.replica import encode_for_worker
 
 (asked, ask_end), (answers, answer_end) = os.pipe(), os.pipe()
 if (child := os.fork()) == 0:  # as another program: it has none of the classes below
