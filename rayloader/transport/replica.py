@@ -395,12 +395,7 @@ _INSTEAD = {
 }
 
 
-class _Culprit(NamedTuple):
-    """The part that can't be pickled."""
-
-    path: str
-    kind: str  # its type
-    reason: str  # the error that pickling it raises
+_Culprit = tuple[str, str, str]  # path to the part that can't be pickled, its type, the error that pickling it raises
 
 
 def explain(obj: object, name: str) -> str | None:
@@ -416,21 +411,22 @@ def explain(obj: object, name: str) -> str | None:
     """
     if (found := _search(obj, name, encode_for_worker)) is None:
         return None
+    path, kind, reason = found
     remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
     for beginning, instead in _INSTEAD.items():
-        if found.kind.startswith(beginning):
+        if kind.startswith(beginning):
             remedy = f"use {instead} instead, which all workers on this machine share, or {remedy}"
-    return f"{found.path}: {found.kind} can't be sent to a worker ({found.reason}); {remedy}"
+    return f"{path}: {kind} can't be sent to a worker ({reason}); {remedy}"
 
 
 def note_batch(error: Exception, batch: object, send: Callable[[object], object]) -> None:
     """Adds a note to an error of `send`: which part of the batch can't be pickled, and the remedy."""
-    found = _search(batch, "batch", send)
-    if found is not None:
+    if found := _search(batch, "batch", send):
+        path, kind, reason = found
         add_note(
             error,
             "What the dataset or collate_fn has returned cannot be sent to the trainer: "
-            f"{found.path}: {found.kind} ({found.reason}); let them return what it can be made from, or leave it out",
+            f"{path}: {kind} ({reason}); let them return what it can be made from, or leave it out",
         )
 
 
@@ -456,7 +452,7 @@ def _culprit(
             if found := _culprit(part, path + suffix, depth - 1, budget, send):
                 return found
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
-    return _Culprit(path, kind, reason)
+    return path, kind, reason
 
 
 def _pickled_with(obj: Any) -> Iterator[tuple[str, object]]:
