@@ -255,7 +255,7 @@ class HostedWorker:
             self._restoring = None
         if not (ends or begins or self._snapshots.is_due):
             return None
-        return tuple(self._snapshots.snapshot(self._iterator, **self._progress()))
+        return tuple(self.snapshot())
 
     def end(self) -> None:
         """Drops the iterator, which may have something to finish, as torch's worker does last."""
@@ -263,18 +263,16 @@ class HostedWorker:
 
     def snapshot(self) -> WorkerState:
         """A snapshot of the worker, as the difference from the last one."""
-        return self._snapshots.snapshot(self._iterator, **self._progress())
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "epoch": self._epoch,
-            "tasks": self._tasks,
-            "last_task": self._last_task,
-            "exhausted": self._exhausted,
-            "ended": getattr(self._fetcher, "ended", False),
-            "digest": self._digest,
-            "dataset_epoch": self._dataset_epoch,
-        }
+        return self._snapshots.snapshot(
+            self._iterator,
+            epoch=self._epoch,
+            tasks=self._tasks,
+            last_task=self._last_task,
+            exhausted=self._exhausted,
+            ended=getattr(self._fetcher, "ended", False),
+            digest=self._digest,
+            dataset_epoch=self._dataset_epoch,
+        )
 
     def resume(self, resumed: Resumed) -> WorkerState:
         """Begins a new epoch over the same dataset; as in torch's persistent workers nothing is seeded again.
@@ -487,10 +485,8 @@ def _error(task_id: int, error: Exception, where: str) -> Answer:
 
 
 def _exited(task_id: int, error: BaseException) -> Answer:
-    told = [f"{exit_in_words(_exit_code(error))}\n"] if isinstance(error, SystemExit) else []
-    return Answer(task_id, ResultKind.EXITED, text="".join([*told, *traceback.format_exception(error)]))
-
-
-def _exit_code(error: SystemExit) -> int:
-    """That of a process of multiprocessing's."""
-    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, SystemExit):
+        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)  # as of a process
+        text = f"{exit_in_words(code)}\n{text}"
+    return Answer(task_id, ResultKind.EXITED, text=text)

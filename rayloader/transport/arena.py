@@ -472,16 +472,15 @@ class ArenaWriter:
 
     def pack(self, buffers: Sequence[memoryview]) -> Slot | None:
         """Copies buffers into one slot, side by side; None without room."""
-        taken = self._take(sum([-(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN for buffer in buffers]))
-        if taken is None:
+        where = self.reserve(sum([-(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN for buffer in buffers]))
+        if where is None:
             return None
-        taken.sent = True
-        offset, memory = taken.slot[1], self._mapping.memory
+        slot, offset, memory = where[0], where[0][1], self._mapping.memory
         for buffer in buffers:
             nbytes = buffer.nbytes
             memory[offset : offset + nbytes] = buffer
             offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
-        return taken.slot
+        return slot
 
     def seal(self, where: Slice) -> Slice | bytearray:
         """Makes a buffer that was put in final; to be called after the batch has been dropped. See NOTE [Final].
