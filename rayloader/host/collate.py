@@ -1,6 +1,7 @@
 """How workers make tensors of samples: as torch's workers do, but in the worker's arena, or in memory of their own.
 
-Promise: batches equal torch's exactly, strides and errors included, and the user's code cannot tell where they lie.
+Promise: batches equal torch's exactly, strides and errors included, and the user's code cannot tell where they lie. Of
+some datasets of torch's own, whole batches are selected from their tensors.
 """
 
 from __future__ import annotations
