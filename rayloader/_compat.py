@@ -54,15 +54,15 @@ with private_names_of("torch"):
 
     profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
     no_torch_function = torch._C.DisableTorchFunctionSubclass
-    _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+    function_modes, dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
     _free_dead_storages: Callable[[], None] = shared_cache.free_dead_references
 
     # Of tensors and storages. What is read of each tensor of a batch is read where it is used, which takes no call;
     # those names are listed in tests/unit/test_layout.py.
     _storages: Any = torch.UntypedStorage
     reduce_as_torch: Callable[[torch.Tensor, int], Any] = torch.Tensor._reduce_ex_internal
-    shared_by_descriptor, shared_by_name = _storages._new_shared_fd_cpu, _storages._new_shared_filename_cpu  # storages
-    share_by_descriptor, share_by_name = _storages._share_fd_cpu_, _storages._share_filename_cpu_  # of a storage
+    shared_by_descriptor = _storages._new_shared_fd_cpu  # a storage
+    share_by_descriptor = _storages._share_fd_cpu_  # of a storage
 
 with private_names_of("cloudpickle"):
     from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as ids_by_class
@@ -77,13 +77,7 @@ typed_storage = functools.partial(torch.TypedStorage, _internal=True)  # without
 untyped_in = operator.attrgetter("_untyped_storage")  # of a typed storage; `untyped()` warns
 datapipe_in = operator.attrgetter("_datapipe")  # of a `DataPipeWrapper`
 
-_tensor = torch.tensor
-_CData: Any = ctypes.Array.__base__  # what all objects of ctypes are
-
-
-def torch_is_itself() -> bool:
-    """Whether `torch.tensor` is unchanged: no mode, such as that of a default device, and no patch affects it."""
-    return not _function_modes() and not _dispatch_modes() and torch.tensor is _tensor
+torch_tensor = torch.tensor
 
 
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -202,20 +196,6 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def file_of_ctypes(obj: object) -> tuple[int, int, int, int] | None:
-    """Where the memory of a `RawArray` or the like of `multiprocessing` is; None for any other object.
-
-    Returns:
-        The descriptor of its file, its offset there, its address, and its bytes.
-    """
-    heap: Any = sys.modules.get("multiprocessing.heap")
-    wrapper = getattr(obj, "_wrapper", None) if isinstance(obj, _CData) else None
-    if heap is None or not isinstance(wrapper, heap.BufferWrapper):
-        return None
-    (arena, start, _), _ = wrapper._state
-    return arena.fd, start, ctypes.addressof(obj), ctypes.sizeof(obj)  # type: ignore[arg-type]
 
 
 # ---- streams of Hugging Face's datasets, see NOTE [Loaded positions]

@@ -1,7 +1,7 @@
 """What the driver sends of itself to actors, and images: the bytes from which the workers of a node open their replica.
 
 Promise: an `Image` is immutable. It consists of one memory file, which holds the skeleton and all buffers that had to
-be copied, and of regions of the user's own files (mapped.py). `open_image` maps the file private and writable, so that
+be copied, and of regions of the user's own files (replica.py). `open_image` maps the file private and writable, so that
 pages are shared until a worker writes, and its writes stay its own; that is what a fork gives torch's workers. Regions
 are mapped in their own mode. Opened memory stays valid for as long as something refers to it, even after the end of the
 image. No descriptor is kept, except for those of shared memory that has no name.
@@ -32,9 +32,8 @@ import numpy as np
 
 from rayloader.errors import ReplicaError, add_note
 from rayloader.protocol import Replica, carried
-from rayloader.random.generators import GENERATORS
+from rayloader.random.generators import KINDS, reduce_generator
 from rayloader.transport import codec
-from rayloader.transport.mapped import Mapped, Region, RegionArray, open_region, open_storage, shared_file
 from rayloader.transport.memory_file import (
     FileAddress,
     MemoryFile,
@@ -45,6 +44,17 @@ from rayloader.transport.memory_file import (
     libc,
     map_over,
     open_file,
+)
+from rayloader.transport.replica import (
+    EncodedReplica,
+    Mapped,
+    Region,
+    RegionArray,
+    encode_for_worker,
+    explain,
+    open_region,
+    open_storage,
+    shared_file,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +95,7 @@ class ImageAddress:
 class Contents:
     """What an image of an encoded object holds, whose buffers must stay as they were encoded."""
 
-    def __init__(self, encoded: codec.Encoded) -> None:
+    def __init__(self, encoded: EncodedReplica) -> None:
         numbers = list(encoded.mapped)
         of_regions = {mapped: number for number, mapped in enumerate(dict.fromkeys(encoded.mapped.values()))}
         homes = [
@@ -312,7 +322,7 @@ def module_folders() -> list[str]:
     return [os.path.join(cwd, entry) for entry in map(os.fspath, sys.path)]
 
 
-def encode(obj: Any, parts: Mapping[str, Any], whom: str) -> codec.Encoded:
+def encode(obj: Any, parts: Mapping[str, Any], whom: str) -> EncodedReplica:
     """An object, to be written into an image.
 
     Args:
@@ -321,37 +331,27 @@ def encode(obj: Any, parts: Mapping[str, Any], whom: str) -> codec.Encoded:
         whom: it is sent to, in words.
     """
     try:
-        return codec.encode(obj, carry=carried(), replica=True, special=GENERATORS)
+        return encode_for_worker(obj, carried(), KINDS, reduce_generator)
     except Exception as error:  # the user's objects may raise anything
-        explained = (codec.explain(part, name) for name, part in parts.items())
+        explained = (explain(part, name) for name, part in parts.items())
         if explanation := next(filter(None, explained), None):
             add_note(error, f"It cannot be sent to {whom}: {explanation}")
         raise
 
 
-def encode_replica(replica: Replica) -> codec.Encoded:
-    """A replica, to be written into an image. What the workers are to get otherwise than as it is here is warned of."""
+def encode_replica(replica: Replica) -> EncodedReplica:
+    """A replica, to be written into an image. A copy of memory that processes share is warned of."""
     names = "dataset", "collate_fn", "worker_init_fn", "collate_fn_map"
     encoded = encode(replica, {name: getattr(replica, name) for name in names}, "the workers")
-    if encoded.copied is not None:
-        _warn_of_copy(*encoded.copied)
     copied = (buffer for number, buffer in enumerate(encoded.buffers) if number not in encoded.mapped)
     if (path := shared_file(map(address_of_buffer, copied))) is not None:
         _warn_of_shared_memory(path)
     return encoded
 
 
-def _warn_of_copy(function: str, generator: str) -> None:
-    warnings.warn(
-        f"the workers have a copy of the random generator {generator} for {function}, and another one for the "
-        "rest of its module; define the function at the top level of its module, or let the dataset hold the generator",
-        stacklevel=2,
-    )
-
-
 def _warn_of_shared_memory(path: str) -> None:
     warnings.warn(
         f"the dataset holds a tensor or an array in memory that processes share, {path}, of which the workers get a "
-        'copy; hold the np.memmap, RawArray or tensor after share_memory_() itself, or use workers="fork"',
+        'copy; hold the np.memmap or a tensor after share_memory_() itself, or use workers="fork"',
         stacklevel=2,
     )

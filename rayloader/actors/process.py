@@ -152,8 +152,8 @@ class WorkerProcess:
             An `Answer`, see `final`.
         """
         self._hosting.was_idle()
-        call, task_id, indices, _ = unpack(message)
-        return self._packed(self._hosting.run(BuildOrder(call, task_id, indices), None))
+        _, task_id, indices, _ = unpack(message)
+        return self._packed(self._hosting.run(BuildOrder(task_id, indices), None))
 
     def rebuild(self, message: Any) -> Any:
         """Rebuilds batches for their effect on the worker, in order, for a limited time; they are not sent.
@@ -165,7 +165,8 @@ class WorkerProcess:
         Returns:
             An `Answer`, see `final`, which reports the progress.
         """
-        return self._packed(self._hosting.rebuild(*unpack(message)))
+        _, tasks = unpack(message)
+        return self._packed(self._hosting.rebuild(tasks))
 
     def _packed(self, answer: Answer) -> Any:
         packed = final(answer, IN_BAND_BYTES)

@@ -1,23 +1,28 @@
 """How workers make tensors of samples: as torch's workers do, but in the worker's arena, or in memory of their own.
 
-Promise: batches equal torch's exactly, strides and errors included, and the user's code cannot tell where they lie.
+Promise: batches equal torch's exactly, strides and errors included, and the user's code cannot tell where they lie. Of
+some datasets of torch's own, whole batches are selected from their tensors.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from rayloader._compat import (
     collate_float_fn,
     collate_int_fn,
     collate_tensor_fn,
     default_collate_fn_map,
-    torch_is_itself,
+    dispatch_modes,
+    function_modes,
+    torch_tensor,
     typed_storage,
 )
 from rayloader.fetching import collates
@@ -50,6 +55,11 @@ _adopted: set[Any] = set()  # keys of the driver's map, as it was last adopted i
 _LEAVES = {torch.Tensor, int, float, bool, str, bytes, np.ndarray}
 _LEAVES |= {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
 
+_FILE = sys.modules[Dataset.__module__].__file__
+# With fewer samples than that, looking at the dataset costs more than asking it for each (measured: 16 to 32).
+FEWEST = 32
+_Rows = np.ndarray[Any, np.dtype[np.int64]]
+
 
 def collate_into(arena: ArenaWriter | None, *, alone: bool = False) -> FreshTensors:
     """From here on, tensors that this thread stacks lie in slots of the arena, if they are large enough.
@@ -68,8 +78,13 @@ def collate_into(arena: ArenaWriter | None, *, alone: bool = False) -> FreshTens
 
 
 def is_torchs(collate_fn: Any) -> bool:
-    """Whether it is `default_collate`, and that runs no function of the user's for torch's own types."""
-    return collate_fn is default_collate and default_collate_fn_map == collates and torch_is_itself()
+    """Whether it is `default_collate`, and that runs no function of the user's for torch's own types.
+
+    No mode, such as that of a default device, and no patch affects it.
+    """
+    if collate_fn is not default_collate or default_collate_fn_map != collates or torch.tensor is not torch_tensor:
+        return False
+    return not function_modes() and not dispatch_modes()
 
 
 def are_torchs(samples: Any) -> bool:
@@ -121,15 +136,6 @@ def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     return _stacked(batch, out, memory if dtype is not None and nbytes else None)
 
 
-def new_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Room for `count` rows of a plain tensor, as `stack` makes it."""
-    nbytes = count * tensor[:1].numel() * tensor.element_size()
-    out, memory = _new(tensor, nbytes, (count, *tensor.size()[1:]))
-    if nbytes:
-        _note(out, memory)
-    return out
-
-
 def _new(like: torch.Tensor, nbytes: int, size: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
     """A tensor of this size, and the bytes of its storage, which cannot grow: in the arena, if there is room."""
     arena = _target.arena
@@ -155,17 +161,8 @@ def _is_from(error: BaseException, *functions: Any) -> bool:
     return raised is not None and raised.tb_frame.f_code in [function.__code__ for function in functions]
 
 
-def whole_numbers(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """A batch of ints, as torch's collate makes it; in a third of the time if it is to be sent unchanged."""
-    return _numbers(batch, int, np.int64, collate_int_fn, collate_fn_map)
-
-
-def floats(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """A batch of floats; see `whole_numbers`."""
-    return _numbers(batch, float, np.float64, collate_float_fn, collate_fn_map)
-
-
-def _numbers(batch: Any, kind: type, dtype: Any, torchs: Any, collate_fn_map: Any) -> torch.Tensor:
+def _numbers(kind: type, dtype: Any, torchs: Any, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """A batch of numbers, as torch's collate makes it; in a third of the time if it is to be sent unchanged."""
     # Any other code that gets the tensor may resize it, which torch's tensor allows.
     if _target.fresh is not None and type(batch) in (list, tuple) and set(map(type, batch)) == {kind}:
         try:
@@ -186,8 +183,129 @@ def _note(tensor: torch.Tensor, memory: Any) -> None:
 
 
 # Replacements of torch's functions.
-_INSTEAD = {collate_tensor_fn: stack, collate_int_fn: whole_numbers, collate_float_fn: floats}
+whole_numbers = functools.partial(_numbers, int, np.int64, collate_int_fn)
+floats = functools.partial(_numbers, float, np.float64, collate_float_fn)
+_INSTEAD: dict[Any, Any] = {collate_tensor_fn: stack, collate_int_fn: whole_numbers, collate_float_fn: floats}
 collates.update({key: _INSTEAD.get(function, function) for key, function in _FIRST.items()})
+
+
+# ---- whole batches of torch's own datasets: one selection from each tensor, instead of one for every sample
+
+
+class _Part(NamedTuple):
+    """Rows of a tensor."""
+
+    tensor: torch.Tensor
+    rows: _Rows
+
+
+class _NotWhole(Exception):
+    """The samples must be asked for one by one."""
+
+
+def takes_whole_batches(dataset: Any) -> bool:
+    """Whether `whole_batch` may give some."""
+    return type(dataset) in _SELECTS
+
+
+def whole_batch(dataset: Any, indices: Any) -> Any:
+    """What `default_collate` makes of the samples, bit for bit; None if they must be asked for one by one, or are few.
+
+    Only datasets whose class is exactly torch's, over plain tensors, are known; whatever could differ, or would raise
+    an error, goes the usual way.
+
+    Args:
+        dataset: any.
+        indices: of a batch, as the sampler gave them.
+    """
+    if type(indices) is not list or len(indices) < FEWEST or set(map(type, indices)) != {int}:
+        return None
+    if not _IS_TORCHS or any(getattr(kind, name, None) is not method for kind, name, method in _METHODS):
+        return None
+    try:
+        return _filled(_select(dataset, np.array(indices, np.int64)))
+    except (_NotWhole, OverflowError):
+        return None
+
+
+def _select(dataset: Any, rows: _Rows) -> Any:
+    """Tensors of the batch's structure, each with the rows of it to take."""
+    select = _SELECTS.get(type(dataset))
+    if select is None or "__getitems__" in getattr(dataset, "__dict__", {}):
+        raise _NotWhole
+    return select(dataset, rows)
+
+
+def _of_tensor(tensor: Any, rows: _Rows) -> _Part:
+    is_plain = type(tensor) is torch.Tensor and tensor.dtype in NUMPYS and tensor.layout is torch.strided
+    if not is_plain or not tensor.is_cpu or tensor.requires_grad or tensor.is_nested or not tensor.dim():
+        raise _NotWhole
+    _check(rows, len(tensor))
+    return _Part(tensor, rows)
+
+
+def _check(rows: _Rows, length: int) -> None:
+    if rows.min() < 0 or rows.max() >= length:
+        raise _NotWhole
+
+
+def _of_tensors(dataset: TensorDataset, rows: _Rows) -> Any:
+    return tuple(_of_tensor(tensor, rows) for tensor in dataset.tensors)
+
+
+def _of_stack(dataset: StackDataset[Any], rows: _Rows) -> Any:
+    parts = dataset.datasets
+    if type(parts) is dict:
+        return {name: _select(part, rows) for name, part in parts.items()}
+    return tuple(_select(part, rows) for part in parts)
+
+
+def _of_subset(dataset: Subset[Any], rows: _Rows) -> Any:
+    chosen: Any = dataset.indices
+    if type(chosen) is torch.Tensor and chosen.dtype is torch.int64 and chosen.is_cpu:
+        chosen = chosen.numpy()
+    is_array = type(chosen) is np.ndarray and chosen.dtype == np.int64 and chosen.ndim == 1
+    if not is_array and type(chosen) not in (list, tuple, range):  # first: others need have no length
+        raise _NotWhole
+    _check(rows, len(chosen))
+    if is_array:
+        return _select(dataset.dataset, chosen[rows])
+    found = [chosen[row] for row in rows.tolist()]
+    if set(map(type, found)) != {int}:
+        raise _NotWhole
+    return _select(dataset.dataset, np.array(found, np.int64))
+
+
+def _filled(selected: Any) -> Any:
+    """The batch, as `default_collate` puts it together."""
+    if type(selected) is dict:
+        return {name: _filled(part) for name, part in selected.items()}
+    if type(selected) is tuple:
+        return [_filled(part) for part in selected]
+    tensor, rows = selected
+    nbytes = len(rows) * tensor[:1].numel() * tensor.element_size()
+    out, memory = _new(tensor, nbytes, (len(rows), *tensor.size()[1:]))
+    if nbytes:
+        _note(out, memory)
+    return torch.index_select(tensor, 0, torch.from_numpy(rows), out=out)
+
+
+_SELECTS: dict[type, Any] = {
+    torch.Tensor: _of_tensor,
+    TensorDataset: _of_tensors,
+    StackDataset: _of_stack,
+    Subset: _of_subset,
+}
+# What a program may have replaced, or added, by what torch has: another file's function is not torch's.
+_METHODS = [
+    (kind, name, getattr(kind, name, None))
+    for kind in (TensorDataset, StackDataset, Subset)
+    for name in ("__getitem__", "__getitems__")
+]
+_IS_TORCHS = all(
+    method is None or getattr(getattr(method, "__code__", None), "co_filename", None) == _FILE
+    for _, _, method in _METHODS
+)
 
 
 # NOTE [no shared memory in collate]

@@ -120,10 +120,10 @@ class Hosting:
         began = time.perf_counter()
         return self._completed(self.worker.run(task, arena), began)
 
-    def rebuild(self, call: int, tasks: Iterable[tuple[int, tuple[Any, ...], int | None]]) -> Answer:
+    def rebuild(self, tasks: Iterable[tuple[int, tuple[Any, ...], int | None]]) -> Answer:
         """Rebuilds batches; see `HostedWorker.rebuild`."""
         began = time.perf_counter()
-        again = [BuildOrder(call, task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
+        again = [BuildOrder(task_id, indices, again=True, digest=digest) for task_id, indices, digest in tasks]
         answer = self.worker.rebuild(again, self.is_unwanted) or Answer(-1, ResultKind.REBUILT)
         return self._completed(answer, began)
 
@@ -160,7 +160,7 @@ class Hosting:
                 resumed = self.resume(Resumed(*arguments))
                 line.send(packed((Up.BEGUN, call, tuple(resumed)), line.apart))
                 continue
-            answer = self._do(kind, call, *arguments)
+            answer = self._do(kind, *arguments)
             if answer is None:
                 continue
             if answer.wire is not None and answer.wire[2]:  # it carries references to Ray's objects
@@ -173,16 +173,15 @@ class Hosting:
         self.hang_up()
         return Served(refused=line.fault)
 
-    def _do(self, kind: int, call: int, *arguments: Any) -> Answer | None:
+    def _do(self, kind: int, *arguments: Any) -> Answer | None:
         """Carries out a call that came over the line; None if nobody waits for it."""
         if kind == Down.REBUILD:
-            (tasks,) = arguments
-            return self.rebuild(call, tasks)
+            return self.rebuild(*arguments)
         task_id, indices, room = arguments
         arena = self._lane.open(room)  # it brings news of the arena, even if nobody waits for the batch
         if self.is_unwanted():
             return None
-        return self.run(BuildOrder(call, task_id, indices), arena)
+        return self.run(BuildOrder(task_id, indices), arena)
 
     def _attend(self, line: Line) -> None:
         """Receives from the line, waiting if there is nothing to do; sends what is unsent."""

@@ -7,6 +7,7 @@ worker runs, and after a resumption. If it could be wrong without notice, an err
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -149,11 +150,8 @@ class _WorkerInfo(torch_worker.WorkerInfo):
         return super().__getattribute__(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _torchs_info, (self.id, self.num_workers, self.seed, self.dataset)
-
-
-def _torchs_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> Any:
-    return torch_worker.WorkerInfo(id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset)
+        fields = {name: getattr(self, name) for name in ("id", "num_workers", "seed", "dataset")}
+        return functools.partial(torch_worker.WorkerInfo, **fields), ()
 
 
 _warned_of: set[str] = set()  # kinds of datasets

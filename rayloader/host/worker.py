@@ -19,13 +19,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterDataPipe
+from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
 from rayloader import fetching
 from rayloader._compat import DatasetKind, begin_streams, loading_streams, numpy_seed, set_worker_info
 from rayloader.errors import ReplayError, add_note, exit_in_words
-from rayloader.host.collate import FreshTensors, adopt_collate_fn_map, are_torchs, collate_into, is_torchs
+from rayloader.host.collate import (
+    FreshTensors,
+    adopt_collate_fn_map,
+    are_torchs,
+    collate_into,
+    is_torchs,
+    takes_whole_batches,
+    whole_batch,
+)
 from rayloader.host.shard_info import Reader
 from rayloader.protocol import ENDS, Answer, Caught, Replica, ResultKind, Setup, carried, pack_spent
 from rayloader.random.generators import RandomState, seed_all, seed_torch
@@ -61,7 +69,6 @@ def _encode(obj: Any, **options: Any) -> codec.Encoded:
 class BuildOrder(NamedTuple):
     """What to build."""
 
-    call: int
     task_id: int
     indices: tuple[Any, ...]  # fields of a `Wire`
     again: bool = False  # it is rebuilt for its effect on the worker
@@ -98,7 +105,7 @@ class HostedWorker:
         self._dataset: Any = None
         self._collate_fn: Any = None
         self._fetcher: Any = None
-        self._whole_batch: Any = None  # the function that selects whole batches from datasets of torch's own
+        self._takes_whole = False  # whether whole batches may be selected from its dataset
         self._failure: Answer | None = None  # of `start` or `resume`; the answer to every task
         self._unrestored = False  # whether that failure means that this worker cannot be restored
         self._exhausted = False
@@ -132,10 +139,7 @@ class HostedWorker:
             begin_streams(self._dataset)
             others = {"collate_fn": self._collate_fn, "worker_init_fn": loaded.worker_init_fn}
             self._snapshots = SnapshotTaker(self._dataset, {"dataset": self._dataset, **others}, seeded)
-            if self._setup.auto_collation and type(self._dataset).__module__ in ("torch", Dataset.__module__):
-                from rayloader.host.whole_batches import whole_batch
-
-                self._whole_batch = whole_batch
+            self._takes_whole = self._setup.auto_collation and takes_whole_batches(self._dataset)
             if state is None:
                 self._create_fetcher()
             else:
@@ -168,15 +172,21 @@ class HostedWorker:
         self._snapshots.restore(state.random)
         self._tasks, self._last_task, self._digest = state.tasks, state.last_task, state.digest
 
-    def _finish_restoring(self) -> Answer | None:
-        """Builds all that is to be built again. Returns only a result that ends the process."""
+    def _restore_on(self, until: float = math.inf, is_unwanted: Callable[[], bool] = lambda: False) -> Answer | None:
+        """Builds what is to be built again, up to time `until`. Returns only a result that ends the process."""
         restoring = self._restoring
-        if restoring is not None:
-            self._read_on(restoring, math.inf)
-            while restoring.left:
-                result = self._do(restoring.left.popleft(), None)
-                if result.kind in ENDS:
-                    return result
+        if restoring is None or not self._read_on(restoring, until):
+            return None
+        while restoring.left:
+            task = restoring.left.popleft()
+            if is_unwanted():
+                restoring.done += 1
+                continue
+            result = self._do(task, None)
+            if result.kind in ENDS:
+                return result
+            if time.monotonic() >= until:
+                break
         return None
 
     def _read_on(self, restoring: Restoring, until: float) -> bool:
@@ -185,7 +195,7 @@ class HostedWorker:
         if goal is None:
             return True
         nothing = in_message(codec.encode([None] * self._setup.batch_size if self._setup.batch_size else None))
-        again = BuildOrder(0, -1, nothing, again=True)
+        again = BuildOrder(-1, nothing, again=True)
         while self._failure is None and not self._exhausted and (self._tasks < goal.tasks or goal.exhausted):
             result = self._build(again, None)
             if result.kind == ResultKind.EXITED:
@@ -245,7 +255,7 @@ class HostedWorker:
             self._restoring = None
         if not (ends or begins or self._snapshots.is_due):
             return None
-        return tuple(self._snapshots.snapshot(self._iterator, **self._progress()))
+        return tuple(self.snapshot())
 
     def end(self) -> None:
         """Drops the iterator, which may have something to finish, as torch's worker does last."""
@@ -253,18 +263,16 @@ class HostedWorker:
 
     def snapshot(self) -> WorkerState:
         """A snapshot of the worker, as the difference from the last one."""
-        return self._snapshots.snapshot(self._iterator, **self._progress())
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "epoch": self._epoch,
-            "tasks": self._tasks,
-            "last_task": self._last_task,
-            "exhausted": self._exhausted,
-            "ended": getattr(self._fetcher, "ended", False),
-            "digest": self._digest,
-            "dataset_epoch": self._dataset_epoch,
-        }
+        return self._snapshots.snapshot(
+            self._iterator,
+            epoch=self._epoch,
+            tasks=self._tasks,
+            last_task=self._last_task,
+            exhausted=self._exhausted,
+            ended=getattr(self._fetcher, "ended", False),
+            digest=self._digest,
+            dataset_epoch=self._dataset_epoch,
+        )
 
     def resume(self, resumed: Resumed) -> WorkerState:
         """Begins a new epoch over the same dataset; as in torch's persistent workers nothing is seeded again.
@@ -272,7 +280,7 @@ class HostedWorker:
         As there, tasks that torch's worker would have been given are built first, and nothing more: the random streams
         continue after these.
         """
-        if (ends := self._finish_restoring()) is not None:
+        if (ends := self._restore_on()) is not None:
             sys.exit(ends.text)  # this call has no other way to say so
         if self._snapshots.loaded is not None and (self._exhausted or getattr(self._fetcher, "ended", False)):
             self._end_again(self._snapshots.loaded)
@@ -299,7 +307,7 @@ class HostedWorker:
 
     def run(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Returns a task's result."""
-        if (ends := self._finish_restoring()) is not None:
+        if (ends := self._restore_on()) is not None:
             return replace(ends, task_id=task.task_id)
         return self._do(task, arena)
 
@@ -311,20 +319,7 @@ class HostedWorker:
         self._restoring = restoring = self._restoring or Restoring()
         restoring.left.extend(tasks)
         restoring.total += len(tasks)
-        until = time.monotonic() + REPLAY_SECONDS
-        if not self._read_on(restoring, until):
-            return None
-        while restoring.left:
-            task = restoring.left.popleft()
-            if is_unwanted():
-                restoring.done += 1
-                continue
-            result = self._do(task, None)
-            if result.kind in ENDS:
-                return result
-            if time.monotonic() >= until:
-                break
-        return None
+        return self._restore_on(time.monotonic() + REPLAY_SECONDS, is_unwanted)
 
     def _do(self, task: BuildOrder, arena: ArenaWriter | None) -> Answer:
         """Executes a task when it is its turn; a rebuilt batch must equal the original."""
@@ -375,7 +370,9 @@ class HostedWorker:
             try:
                 encoded = _encode(batch, fresh=fresh)
             except Exception as error:  # the user's objects may raise anything
-                codec.note_batch(error, batch, _encode)
+                from rayloader.transport.replica import note_batch
+
+                note_batch(error, batch, _encode)
                 raise
             checksum = digest(batch, encoded)
             wire, nbytes = to_wire(encoded, arena), sum([buffer.nbytes for buffer in encoded.buffers])
@@ -421,9 +418,9 @@ class HostedWorker:
         try:
             left_out = skipped if setup.skip_errors else None
             wanted, only_torchs = from_wire(Wire(*indices)), is_torchs(self._collate_fn)
-            if self._whole_batch is not None and only_torchs:
+            if self._takes_whole and only_torchs:
                 fresh = collate_into(arena, alone=True)
-                if (batch := self._whole_batch(self._dataset, wanted)) is not None:
+                if (batch := whole_batch(self._dataset, wanted)) is not None:
                     self._fetched = time.perf_counter()
                     return batch, len(wanted), fresh
                 collate_into(arena)
@@ -483,15 +480,13 @@ class HostedWorker:
 def _error(task_id: int, error: Exception, where: str) -> Answer:
     """An exception of user code, as torch sends it."""
     caught = Caught(error, where)
-    caught.drop_types(_encode)
+    caught.drop_type(_encode)
     return Answer(task_id, ResultKind.ERROR, tuple(to_wire(_encode(caught))), caught.text)
 
 
 def _exited(task_id: int, error: BaseException) -> Answer:
-    told = [f"{exit_in_words(_exit_code(error))}\n"] if isinstance(error, SystemExit) else []
-    return Answer(task_id, ResultKind.EXITED, text="".join([*told, *traceback.format_exception(error)]))
-
-
-def _exit_code(error: SystemExit) -> int:
-    """That of a process of multiprocessing's."""
-    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, SystemExit):
+        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)  # as of a process
+        text = f"{exit_in_words(code)}\n{text}"
+    return Answer(task_id, ResultKind.EXITED, text=text)

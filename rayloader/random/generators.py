@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from rayloader import _compat
-from rayloader.transport.pickler import Special
 
 _SEED = "seed_seq"  # added to NumPy's own state
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
@@ -259,7 +258,3 @@ def reduce_generator(obj: Any, reduced: Callable[[Any], Any]) -> Any:
         if obj is one:
             return getattr, (owner, name)
     return reduced(obj)
-
-
-# For the pickler of a replica.
-GENERATORS = Special(KINDS, reduce_generator)

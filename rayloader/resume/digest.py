@@ -24,7 +24,7 @@ from torch import Tensor
 from rayloader._compat import make_class, make_enum, no_torch_function
 from rayloader.protocol import carried
 from rayloader.transport.codec import PLAIN, Encoded, decode, encode
-from rayloader.transport.pickler import has_classes_by_id
+from rayloader.transport.pickler import BY_ID
 from rayloader.transport.raw import copied, memory
 
 _ALL = 2048  # bytes: a buffer up to this size is read completely
@@ -56,7 +56,7 @@ def drawn(indices: Any, before: int, carry: tuple[type, ...] = ()) -> Drawn:
         carry: as in `codec.encode`.
     """
     encoded = encode(indices, carry=carry)
-    if not encoded.buffers and not has_classes_by_id(encoded.skeleton):
+    if not encoded.buffers and BY_ID not in encoded.skeleton:
         return Drawn(encoded, zlib.crc32(encoded.skeleton, before))
     encoded = encoded._replace(buffers=[memoryview(bytes(buffer)) for buffer in encoded.buffers])
     # The skeleton contains a tensor's place in memory, and the buffers contain the data beside it.

@@ -41,9 +41,9 @@ still in the processor's cache. Sizes are rounded up by an eighth at most, so th
 same sizes again. If there is no such slot, all free slots are joined with their neighbours, and the new one is cut from
 the lowest stretch that fits: that touches no new page while an old one fits.
 
-NOTE [Cold memory]. A page costs memory once it was touched, even if its slot is free. Memory that no slot has
-covered while `COLD_AFTER` slots were taken is *cold*, and is given back to the system, in chunks. To give
-back all that is free would have each batch of the next ones touch its pages anew.
+NOTE [Cold memory]. A page costs memory once it was touched, even if its slot is free. So whenever `COLD_AFTER` slots
+were taken, all that is free then is given back to the system. Some of it was in use just before: a few of the next
+batches touch their pages anew. To give back more often would cost more.
 
 NOTE [Locked slots]. The driver may page-lock a slot for an accelerator while it has it leased (page_locks.py). The
 accelerator refuses a copy of which only a part is locked, and goes on reading the pages that it was told of. So the
@@ -68,14 +68,14 @@ import numpy as np
 from rayloader._compat import KEEPS_SENT_STORAGES, release_sent_storages
 from rayloader.errors import RayloaderError
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
+from rayloader.transport.raw import Memory
 
 if TYPE_CHECKING:
     from rayloader.gpu.device import Accelerator
     from rayloader.gpu.page_locks import PageLocks
 
 PAGE = mmap.PAGESIZE
-COLD_AFTER = 256  # slots
-CHUNK = 1 << 20  # bytes
+COLD_AFTER = 1024  # slots
 # Small buffers lie side by side in their slot, at multiples of this.
 PACKED_ALIGN = 64
 _NEVER = -1
@@ -112,37 +112,17 @@ class ArenaMemory:
                 file.madvise(mmap.MADV_REMOVE, start, nbytes)
 
 
-class Extent:
-    """A part of a mapping, shown to NumPy as writable bytes that keep it alive."""
-
-    __slots__ = ("__weakref__", "mapping", "nbytes", "start")
-
-    def __init__(self, mapping: ArenaMemory, start: int, nbytes: int) -> None:
-        self.mapping = mapping
-        self.start, self.nbytes = start, nbytes
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        data = self.mapping.start + self.start, False
-        return {"version": 3, "data": data, "shape": (self.nbytes,), "typestr": "|u1"}
-
-    def memory(self) -> memoryview:
-        """The bytes."""
-        array: Any = np.asarray(self)
-        return memoryview(array)
-
-
 Dead = deque[tuple[int, bool]]  # ticket, whether it may be reused
 
 
-class SlotLease(Extent):
+class SlotLease(Memory):
     """The right to a slot; see NOTE [Leases]."""
 
-    __slots__ = ("dead", "forks", "slot")
+    __slots__ = ("dead", "forks", "mapping", "slot")
 
     def __init__(self, mapping: ArenaMemory, slot: Slot, forks: int) -> None:
-        super().__init__(mapping, *slot[1:])
-        self.slot, self.forks = slot, forks
+        super().__init__(mapping.start + slot[1], slot[2], mapping)
+        self.mapping, self.slot, self.forks = mapping, slot, forks
         self.dead: Dead | None = None  # from when it is kept on
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -162,12 +142,12 @@ class SlotLease(Extent):
 
     def page_lock(self) -> int:
         """Page-locks the slot if that is worth it now, and returns its size if so; see `PageLocks.lock`."""
-        return 0 if (locks := self.mapping.locks) is None else locks.lock(self.start, self.nbytes)
+        return 0 if (locks := self.mapping.locks) is None else locks.lock(*self.slot[1:])
 
     @property
     def is_page_locked(self) -> bool:
         """Whether the slot is page-locked."""
-        return (locks := self.mapping.locks) is not None and locks.is_locked(self.start)
+        return (locks := self.mapping.locks) is not None and locks.is_locked(self.slot[1])
 
 
 Leases = dict[int, SlotLease | list[bytearray]]  # by ticket; the leases of one message, and copies
@@ -254,7 +234,7 @@ class Arena:
             ArenaError: the worker has ended, and the memory was given back.
         """
         slot, offset, nbytes = where
-        return self._lease(slot, leases).memory()[offset : offset + nbytes]
+        return self._lease(slot, leases).view()[offset : offset + nbytes]
 
     def unpack(self, slot: Slot, sizes: Sequence[int], leases: Leases) -> list[bytearray]:
         """Copies what `ArenaWriter.pack` put into a slot, each buffer to memory of its own; the slot is free then.
@@ -414,47 +394,37 @@ class Arena:
 
 
 class ArenaWriter:
-    """The worker's side: the mapped file, and its free slots. Create one with `open`.
+    """The worker's side: maps the arena of another process, and knows its free slots.
 
     Args:
-        mapping: of the file.
-        nbytes: size of the file.
+        address: of the arena.
 
     Attributes:
         full: whether there was no room for a buffer.
         small: buffers up to this size are not worth a slot of their own, according to the driver.
+
+    Raises:
+        ArenaError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is found
+            in its place is another file.
     """
 
-    def __init__(self, mapping: ArenaMemory, nbytes: int) -> None:
+    def __init__(self, address: FileAddress) -> None:
+        try:
+            fd = open_file(address, writable=True)
+            try:
+                self._mapping = ArenaMemory(fd, address.nbytes)
+            finally:
+                os.close(fd)
+        except (OSError, MemoryFileError) as error:
+            raise ArenaError(f"can't open {address.name}: {error}") from error
         self.small = 0
-        self._mapping = mapping
         self._pid = os.getpid()
-        self._free = FreeSlots(nbytes)
+        self._free = FreeSlots(address.nbytes)
         self._slots: dict[int, _Taken] = {}  # by ticket
         self._batch: list[int] = []  # tickets taken for the batch that is being built
         self._kept: list[int] = []  # of slots that user code still referred to when their batch was finished
         self._last_ticket = 0
         self.full = False
-
-    @classmethod
-    def open(cls, address: FileAddress) -> ArenaWriter:
-        """Maps the arena of another process.
-
-        Args:
-            address: of the arena.
-
-        Raises:
-            ArenaError: it is on another machine or in another PID namespace, is gone, may not be opened, or what is
-                found in its place is another file.
-        """
-        try:
-            fd = open_file(address, writable=True)
-            try:
-                return cls(ArenaMemory(fd, address.nbytes), address.nbytes)
-            finally:
-                os.close(fd)
-        except (OSError, MemoryFileError) as error:
-            raise ArenaError(f"can't open {address.name}: {error}") from error
 
     def begin(self) -> None:
         """A batch begins; the rest of an unfinished one is dropped."""
@@ -469,10 +439,9 @@ class ArenaWriter:
         taken = self._take(nbytes)
         if taken is None:
             return None
-        _, start, _ = taken.slot
-        region = Extent(self._mapping, start, nbytes)
+        region = Memory(self._mapping.start + taken.slot[1], nbytes, self._mapping)
         taken.region = weakref.ref(region)
-        return region.memory()
+        return region.view()
 
     def put(self, buffer: memoryview) -> Slice | None:
         """Makes sure that a buffer is in a slot of this batch: copies it there if it is not.
@@ -503,16 +472,15 @@ class ArenaWriter:
 
     def pack(self, buffers: Sequence[memoryview]) -> Slot | None:
         """Copies buffers into one slot, side by side; None without room."""
-        taken = self._take(sum([-(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN for buffer in buffers]))
-        if taken is None:
+        where = self.reserve(sum([-(-buffer.nbytes // PACKED_ALIGN) * PACKED_ALIGN for buffer in buffers]))
+        if where is None:
             return None
-        taken.sent = True
-        offset, memory = taken.slot[1], self._mapping.memory
+        slot, offset, memory = where[0], where[0][1], self._mapping.memory
         for buffer in buffers:
             nbytes = buffer.nbytes
             memory[offset : offset + nbytes] = buffer
             offset += -(-nbytes // PACKED_ALIGN) * PACKED_ALIGN
-        return taken.slot
+        return slot
 
     def seal(self, where: Slice) -> Slice | bytearray:
         """Makes a buffer that was put in final; to be called after the batch has been dropped. See NOTE [Final].
@@ -568,8 +536,8 @@ class ArenaWriter:
         self._batch.append(self._last_ticket)
         if self._last_ticket % COLD_AFTER == 0:
             self._look_again()
-            for start, size in self._free.cold(other.slot[1:] for other in self._slots.values()):
-                self._mapping.give_back(start, size)
+            for start, end in self._free.join():
+                self._mapping.give_back(start, end - start)
         return taken
 
     def _look_again(self) -> bool:
@@ -598,7 +566,7 @@ class _Taken:
     def __init__(self, slot: Slot, forks: int) -> None:
         self.slot = slot
         self.forks = forks
-        self.region: weakref.ref[Extent] | None = None  # the memory that user code may refer to
+        self.region: weakref.ref[Memory] | None = None  # the memory that user code may refer to
         self.sent = False  # it belongs to the driver
 
     @property
@@ -619,8 +587,6 @@ class FreeSlots:
         self._stretches = [(0, nbytes)]  # the other free room: start, end, ascending
         self._locked: set[int] = set()  # starts of page-locked places
         self._free_locked: list[tuple[int, int]] = []  # size and start of those that are free, ascending
-        self._used: set[tuple[int, int]] = set()  # start and size of slots, since `cold` was called last
-        self._touched = np.zeros(-(-nbytes // CHUNK), bool)  # chunks that may take memory, as of that call
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Start and size of a slot of at least `nbytes` bytes, in whole pages; None if no stretch fits."""
@@ -628,15 +594,10 @@ class FreeSlots:
         at = bisect.bisect_left(self._free_locked, (size, 0))
         if at < len(self._free_locked) and self._free_locked[at][0] <= 2 * size:
             size, start = self._free_locked.pop(at)
-        else:
-            starts = self._same_size.get(size)
-            cut = starts.pop() if starts else self._cut(size)
-            if cut is None:
-                return None
-            start = cut
-        slot = start, size
-        self._used.add(slot)
-        return slot
+            return start, size
+        starts = self._same_size.get(size)
+        cut = starts.pop() if starts else self._cut(size)
+        return None if cut is None else (cut, size)
 
     def put_back(self, start: int, size: int) -> None:
         """A slot, as returned by `take`, is free again."""
@@ -649,31 +610,17 @@ class FreeSlots:
         """The slots that begin there, and are not free yet, are page-locked; see NOTE [Locked slots]."""
         self._locked.update(starts)
 
-    def cold(self, in_use: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Start and size of memory that was touched, but not since the last call; each only once.
-
-        Args:
-            in_use: start and size of all slots that were taken and not put back.
-        """
-        warm = np.zeros_like(self._touched)
-        for start, size in (*self._used, *in_use, *((start, size) for size, start in self._free_locked)):
-            warm[start // CHUNK : -(-(start + size) // CHUNK)] = True
-        cold = np.flatnonzero(self._touched & ~warm)
-        self._used.clear()
-        self._touched = warm
-        return [(int(chunk) * CHUNK, CHUNK) for chunk in cold]
-
     def _cut(self, size: int) -> int | None:
         if any(self._same_size.values()):
-            self._join()
+            self.join()
         for index, (start, end) in enumerate(self._stretches):
             if end - start >= size:
                 self._stretches[index : index + 1] = [(start + size, end)] if end - start > size else []
                 return start
         return None
 
-    def _join(self) -> None:
-        """Turns all free slots into stretches."""
+    def join(self) -> list[tuple[int, int]]:
+        """Turns all free slots into stretches, but those that are page-locked; returns starts and ends of all."""
         free = [(start, start + size) for size, starts in self._same_size.items() for start in starts]
         self._same_size.clear()
         joined: list[tuple[int, int]] = []
@@ -683,6 +630,7 @@ class FreeSlots:
             else:
                 joined.append((start, end))
         self._stretches = joined
+        return joined
 
 
 def rounded(nbytes: int) -> int:

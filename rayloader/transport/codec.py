@@ -5,7 +5,7 @@
   storage stays small and tensors that shared memory share it again; and one for each NumPy array.
 - `decode` makes tensors and arrays views of its buffers: writable where those are, and keeping them alive.
 - A *plain* batch has a skeleton of its own, see NOTE [Plain batches].
-- Everything else is pickled in the skeleton, see pickler.py. `explain` names what cannot be.
+- Everything else is pickled in the skeleton, see pickler.py.
 
 No state besides caches. Any thread may call; this module does not import Ray.
 
@@ -27,12 +27,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import io
 import math
 import pickle
-import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,15 +37,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayloader import _compat
-from rayloader.errors import add_note
 from rayloader.transport import raw
-from rayloader.transport.pickler import PROTOCOL, Pickler, Special
+from rayloader.transport.pickler import PROTOCOL, Pickler
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from rayloader.transport.mapped import Mapped
 
 _LENGTH = 4  # bytes of the header's length
 _VALUES_AT = 1 + _LENGTH  # where the description of the parts begins in a skeleton with values, after its length
@@ -56,7 +49,6 @@ _ALIGN = 64  # bytes; every item size divides it, so offsets relative to a span 
 
 _NO_BUFFERS = pickle.dumps(([], []), PROTOCOL)
 _NO_BUFFERS += len(_NO_BUFFERS).to_bytes(_LENGTH, "little")
-_NOTHING_SPECIAL = Special()
 _INDICES = {int, type(None)}  # an iterable dataset's are None
 PLAIN, _LABELLED = 0, 1  # first byte of the skeleton of a plain batch, and of one with values; a pickle's is another
 _PLAIN_PARTS = {Tensor, int, float, bool, str, bytes, type(None)}
@@ -84,21 +76,11 @@ class Encoded(NamedTuple):
         skeleton: everything except the buffers.
         buffers: the object's own memory as flat bytes, kept alive. Do not write to them, even if they are writable.
         carried: parts of the object that travel unchanged.
-        mapped: for a replica: the memory of files among the buffers, by number, which need not be copied.
-        copied: for a replica: the first function that travels with a copy of a special object of its module, and that
-            object's name.
     """
 
     skeleton: bytes
     buffers: Sequence[memoryview]
     carried: Sequence[Any]
-    mapped: Mapping[int, Mapped] = MappingProxyType({})
-    copied: tuple[str, str] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of skeleton and buffers together."""
-        return len(self.skeleton) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 def encode(
@@ -106,35 +88,32 @@ def encode(
     *,
     known_classes: bool = False,
     carry: tuple[type, ...] = (),
-    replica: bool = False,
-    special: Special = _NOTHING_SPECIAL,
     fresh: Mapping[int, Fresh] = NOT_FRESH,
 ) -> Encoded:
-    """Splits an object.
+    """Splits a batch, its indices, or a part of one.
 
     Args:
         obj: anything that cloudpickle can pickle.
         known_classes: for the way back to the process that classes and functions came from: what lies here where its
             name says goes by that name. See NOTE [The driver's classes] in pickler.py.
         carry: types whose instances are left to the transport of the rest, such as Ray's references.
-        replica: this is what workers get of the driver's objects, not a batch. Memory of files is `mapped`, and arrays
-            whose items overlap in memory keep doing so.
-        special: for replicas: objects that are pickled in another way.
-        fresh: for batches: see `_encode_plain`.
+        fresh: see `_encode_plain`.
 
     Raises:
-        Exception: any error of pickling `obj`, unchanged; `explain` finds the culprit. A tensor
-            that requires grad and is no leaf is refused in torch's words.
+        Exception: any error of pickling `obj`, unchanged. A tensor that requires grad and is no leaf is refused in
+            torch's words.
     """
     if type(obj) in _INDICES or (type(obj) is list and set(map(type, obj)) <= _INDICES):  # a sample's, or a batch's
         return Encoded(pickle.dumps(obj, PROTOCOL) + _NO_BUFFERS, (), ())
-    if not replica and (simple := _encode_plain(obj, fresh)) is not None:
+    if (simple := _encode_plain(obj, fresh)) is not None:
         return Encoded(*simple, ())
-    file = io.BytesIO()
-    pickler = Pickler(file, known_classes, carry, replica, special)
+    return encode_by(Pickler(known_classes, carry), obj)
+
+
+def encode_by(pickler: Pickler, obj: object) -> Encoded:
+    """Splits an object as a pickler of its own pickles it; raises as `encode`."""
     pickler.dump(obj)
     buffers: list[memoryview] = []
-    mapped: dict[int, Mapped] = {}
     carried: list[Any] = []
     uses: list[int] = []
     extents: list[tuple[int, int]] = []
@@ -143,29 +122,26 @@ def encode(
             carried.append(pickler.carried[reference])
             uses.append(-len(carried))
             continue
+        number = pickler.numbers.setdefault(reference, len(buffers))
+        uses.append(number)
+        if number < len(buffers):
+            continue
         span = pickler.tokens.get(reference)
         if span is None:
-            part, start, origin = reference.raw(), -1, pickler.mapped.get(reference)
-        elif span.index is None:
+            part, start = reference.raw(), -1
+        else:
             if span.end > span.storage.nbytes():
                 raise ValueError(
                     "a tensor was resized while it was being sent to the workers, so its values are gone; resize none "
                     "in __getstate__, nor in a thread while iter() runs, but assign new ones"
                 )
-            span.index, start, origin = len(buffers), span.start & -_ALIGN, span.mapped
+            start = span.start & -_ALIGN
             part = memoryview(raw.memory(span.storage.data_ptr() + start, span.end - start, span.storage))
-        else:
-            uses.append(span.index)
-            continue
-        if origin is not None:
-            mapped[len(buffers)] = origin
-        uses.append(len(buffers))
         extents.append((part.nbytes, start))
         buffers.append(part)
     header = pickle.dumps((uses, extents), PROTOCOL)
-    file.write(header)
-    file.write(len(header).to_bytes(_LENGTH, "little"))
-    return Encoded(file.getvalue(), buffers, carried, mapped, pickler.copied)
+    skeleton = b"".join((pickler.file.getbuffer(), header, len(header).to_bytes(_LENGTH, "little")))
+    return Encoded(skeleton, buffers, carried)
 
 
 def decode(
@@ -195,11 +171,12 @@ def decode(
         return _decode_plain(bytes(tail[_VALUES_AT:end]), buffers, values)  # type: ignore[arg-type]
     if not buffers and tail[-len(_NO_BUFFERS) :] == _NO_BUFFERS:
         return pickle.loads(skeleton)
-    header = _header(bytes(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH]))
-    if len(buffers) != len(header.extents):
-        raise ValueError(f"decode needs the skeleton's {len(header.extents)} buffers, got {len(buffers)}")
+    # What each reference means: a buffer, or -1 - carried; and of the buffers: size, start in the storage or -1.
+    uses, extents = pickle.loads(tail[-_LENGTH - int.from_bytes(tail[-_LENGTH:], "little") : -_LENGTH])
+    if len(buffers) != len(extents):
+        raise ValueError(f"decode needs the skeleton's {len(extents)} buffers, got {len(buffers)}")
     sources: list[Any] = []
-    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, header.extents, strict=True)):
+    for number, (buffer, (nbytes, start)) in enumerate(zip(buffers, extents, strict=True)):
         if isinstance(buffer, torch.UntypedStorage):
             sources.append((buffer, start))
             continue
@@ -208,7 +185,7 @@ def decode(
             sources.append((raw.storage_over(view), start))
         else:
             sources.append(buffer if isinstance(buffer, np.ndarray) else view)  # its views show what it is
-    tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in header.uses]
+    tokens = [sources[index] if index >= 0 else carried[-1 - index] for index in uses]
     return pickle.loads(skeleton, buffers=tokens)
 
 
@@ -234,18 +211,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@functools.lru_cache(maxsize=64)
-def _header(header: bytes) -> _Header:
-    return _Header(*pickle.loads(header))
-
-
-class _Header(NamedTuple):
-    """The data at the end of a skeleton."""
-
-    uses: list[int]  # what each reference means: a buffer, or -1 - carried
-    extents: list[tuple[int, int]]  # of the buffers: size, start in the storage or -1
 
 
 # ---- plain batches
@@ -351,105 +316,3 @@ def _part(name: str, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int
     steps = [math.prod(size[axis + 1 :]) for axis in range(len(size))]  # of a new array
     as_array = list(stride) == steps and len(size) <= _MOST_DIMENSIONS
     return _TensorPlan(nbytes, raw.NUMPYS.get(dtype) if as_array else None, dtype, size, stride)
-
-
-# ---- what cannot be pickled: to name it never raises, and never hangs
-
-# What to hold in place of an object that only a fork inherits, by the beginning of the name of its type.
-_INSTEAD = {
-    "multiprocessing.sharedctypes.": "a tensor after share_memory_()",
-    "multiprocessing.connection.": "a tensor after share_memory_(), or multiprocessing.Manager().Queue(),",
-    "multiprocessing.queues.": "multiprocessing.Manager().Queue()",
-    "multiprocessing.synchronize.": "that of a manager, such as multiprocessing.Manager().Lock(),",
-}
-
-
-class _Culprit(NamedTuple):
-    """The part that can't be pickled."""
-
-    path: str
-    kind: str  # its type
-    reason: str  # the error that pickling it raises
-
-
-def explain(obj: object, name: str) -> str | None:
-    """Names the part of a replica that can't be pickled, and the remedy.
-
-    Args:
-        obj: the object that `encode` failed on.
-        name: the user's name for it.
-
-    Returns:
-        `dataset.file: _io.FileIO can't be sent to a worker (reason); remedy`, or None if nothing was found.
-        At most 2000 objects and 6 levels are searched, and nothing is raised.
-    """
-    if (found := _search(obj, name, functools.partial(encode, replica=True))) is None:
-        return None
-    remedy = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
-    for beginning, instead in _INSTEAD.items():
-        if found.kind.startswith(beginning):
-            remedy = f"use {instead} instead, which all workers on this machine share, or {remedy}"
-    return f"{found.path}: {found.kind} can't be sent to a worker ({found.reason}); {remedy}"
-
-
-def note_batch(error: Exception, batch: object, send: Callable[[object], object]) -> None:
-    """Adds a note to an error of `send`: which part of the batch can't be pickled, and the remedy."""
-    found = _search(batch, "batch", send)
-    if found is not None:
-        add_note(
-            error,
-            "What the dataset or collate_fn has returned cannot be sent to the trainer: "
-            f"{found.path}: {found.kind} ({found.reason}); let them return what it can be made from, or leave it out",
-        )
-
-
-def _search(obj: object, name: str, send: Callable[[object], object]) -> _Culprit | None:
-    try:
-        return _culprit(obj, name, 6, iter(range(2000)), [], send)
-    except Exception:  # the user's objects may raise anything, and this only adds to an error that is already raised
-        return None
-
-
-def _culprit(
-    obj: object, path: str, depth: int, budget: Iterator[int], above: list[object], send: Callable[[object], object]
-) -> _Culprit | None:
-    if any(obj is one for one in above) or next(budget, None) is None:
-        return None
-    try:
-        send(obj)
-        return None
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(Exception):  # an object that can't even be taken apart is the culprit itself
-        for suffix, part in _pickled_with(obj) if depth else ():
-            if found := _culprit(part, path + suffix, depth - 1, budget, [*above, obj], send):
-                return found
-    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
-    return _Culprit(path, kind, reason)
-
-
-def _pickled_with(obj: Any) -> Iterator[tuple[str, object]]:
-    """The objects that pickling an object pickles in turn, each with its addition to the path."""
-    if isinstance(obj, dict):
-        yield from ((f"[{key!r:.40}]", value) for key, value in obj.items())
-    elif isinstance(obj, (list, tuple, set, frozenset, deque)):
-        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
-    elif isinstance(obj, types.FunctionType):
-        if _compat.COMPILED in vars(obj):
-            return  # it is the culprit, and not what torch has put into it
-        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
-            yield f".<closure>.{name}", cell.cell_contents
-        used = set(obj.__code__.co_names) & obj.__globals__.keys()
-        yield from ((f".<globals>.{name}", obj.__globals__[name]) for name in sorted(used))
-    elif isinstance(obj, types.MethodType):
-        yield ".__self__", obj.__self__
-    elif isinstance(obj, type):
-        yield from ((f".{name}", value) for name, value in vars(obj).items())
-    else:  # through its reduction, not its attributes, because __getstate__ may drop some
-        _, args, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        states = rest[0] if rest and isinstance(rest[0], tuple) else rest[:1]
-        for state in (*states, args):
-            if isinstance(state, dict):
-                yield from ((f".{name}", value) for name, value in state.items())
-            elif state is not None:
-                yield "", state

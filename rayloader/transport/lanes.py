@@ -75,14 +75,11 @@ def switched_off() -> bool:
     return text == "0"
 
 
-class Lent:
+class Lent(NamedTuple):
     """Receives the result of a message that brought a `Room`. Drop it afterwards."""
 
-    __slots__ = ("arena", "leases")
-
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.leases: Leases = {}
+    arena: Arena
+    leases: Leases
 
 
 def in_message(encoded: codec.Encoded) -> tuple[Any, ...]:
@@ -251,7 +248,7 @@ class ArenaLane:
         if self._abandoned:
             self._abandoned = False
             news += (arena.leased(),)
-        return Lent(arena), news
+        return Lent(arena, {}), news
 
     def abandon(self) -> None:
         """No result that the worker was asked for so far will be received."""
@@ -309,7 +306,7 @@ class WorkerLane:
         if (address := news.address) is not None and address != self.address:
             self._arena, self.address, self.error = None, address, ""
             try:
-                self._arena = ArenaWriter.open(address)
+                self._arena = ArenaWriter(address)
             except ArenaError as error:
                 self.error = str(error)
         if self._arena is not None:

@@ -18,42 +18,35 @@ lacks too. The only state is a cache of definitions, which live as long as their
 
 from __future__ import annotations
 
-import copyreg
 import ctypes
 import functools
 import importlib
 import io
 import mmap
-import multiprocessing  # cloudpickle too wants the module to be there
 import operator
 import pickle
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import cloudpickle
 import numpy as np
 import torch
-from numpy.lib.array_utils import byte_bounds
 from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils.hooks import warn_if_has_hooks
 
 from rayloader import _compat
-from rayloader.namespaces import is_a, names_in, namespace_of
+from rayloader.namespaces import namespace_of
 from rayloader.transport import raw
-
-if TYPE_CHECKING:
-    from rayloader.transport.mapped import Finder, Mapped
 
 PROTOCOL = 5
 _OF_SKELETONS = raw.make_tensor.__module__
 _SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not this machine's
 _TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's processes: 5 from Python 3.14 on, before that 4
-_IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
-_USUAL = None, 0, "C", True, np.ndarray  # the defaults of `make_array`
+IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
 _MAINS = "__main__", "__mp_main__"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -120,65 +113,43 @@ def dumped(obj: Any, kind: type[ByValuePickler]) -> bytes:
     return file.getvalue()
 
 
-def has_classes_by_id(skeleton: bytes) -> bool:
-    """Whether this may be a pickle that has such a class: it is not the same in each run of a program."""
-    return _BY_ID in skeleton
-
-
 class Span:
     """The bytes `start` to `end` of one storage, and the token that represents them."""
 
-    __slots__ = ("end", "index", "mapped", "start", "storage", "token")
+    __slots__ = ("end", "start", "storage", "token")
 
-    def __init__(self, storage: torch.UntypedStorage, start: int, end: int, mapped: Mapped | None) -> None:
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
         self.storage = storage  # kept: otherwise another storage could get its identity
-        self.mapped = mapped  # all of it, if it is mapped again and not copied
         self.start, self.end = start, end
         self.token = pickle.PickleBuffer(bytearray())  # writable: a read-only one has an opcode of its own
-        self.index: int | None = None
-
-
-class Special(NamedTuple):
-    """Kinds of objects in a replica about which the code that encodes it knows more than this package.
-
-    Attributes:
-        kinds: of these and of derived classes.
-        reduce: how one is pickled; given the object, and a function that returns the usual reduction of one.
-    """
-
-    kinds: tuple[type, ...] = ()
-    reduce: Callable[[Any, Callable[[Any], Any]], Any] = lambda obj, reduced: reduced(obj)
 
 
 class Pickler(ByValuePickler):
-    """The pickler of one object; the arguments are those of `codec.encode`."""
+    """The pickler of one object, in a batch.
 
-    def __init__(
-        self,
-        file: io.BytesIO,
-        known_classes: bool,
-        carry: tuple[type, ...],
-        replica: bool,
-        special: Special,
-    ) -> None:
-        self.references: list[pickle.PickleBuffer] = []  # in the order in which unpickling will request them
-        super().__init__(file, protocol=PROTOCOL, buffer_callback=self.references.append)
-        self.known_classes = known_classes
-        self.carry = carry
-        self.special = special
-        self.finder: Finder | None = None  # only for a replica
-        if replica:
-            from rayloader.transport.mapped import Finder
+    Args:
+        known_classes: as for `codec.encode`.
+        carry: likewise.
 
-            self.finder = Finder()
-        self.ordinary: set[type] = set()  # types whose instances are pickled as their class says
-        self.carried: dict[pickle.PickleBuffer, Any] = {}  # by their tokens
-        self.spans: dict[int, Span] = {}
+    Attributes:
+        file: holds the pickle.
+        references: what unpickling will request, in that order.
+        carried: what of them travels unchanged.
+        tokens: what of them are parts of storages; all others are buffers.
+        numbers: of those that are buffers, for `codec.encode_by`.
+    """
+
+    def __init__(self, known_classes: bool = False, carry: tuple[type, ...] = ()) -> None:
+        self.file = io.BytesIO()
+        self.references: list[pickle.PickleBuffer] = []
+        super().__init__(self.file, protocol=PROTOCOL, buffer_callback=self.references.append)
+        self.carried: dict[pickle.PickleBuffer, Any] = {}
         self.tokens: dict[pickle.PickleBuffer, Span] = {}
-        self.from_accelerators: dict[int, torch.UntypedStorage] = {}  # copies of a replica's storages, by address
-        self.copied: tuple[str, str] | None = None  # for `Encoded.copied`
-        self.special_names: dict[str, set[str]] = {}  # of special objects in modules of functions that travel by value
-        self.mapped: dict[pickle.PickleBuffer, Mapped] = {}  # of a replica's buffers those that are mapped again
+        self.numbers: dict[pickle.PickleBuffer, int] = {}
+        self._known_classes = known_classes
+        self._carry = carry
+        self._ordinary: set[type] = set()  # types whose instances are pickled as their class says
+        self._spans: dict[int, Span] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled."""
@@ -187,18 +158,15 @@ class Pickler(ByValuePickler):
             if obj._backward_hooks:
                 warn_if_has_hooks(obj)  # as between torch's processes
             return self._tensor(obj)
-        if kind in self.ordinary:
+        if kind in self._ordinary:
             return NotImplemented
         if kind is np.ndarray:
-            usual = obj.flags.carray and obj.dtype.byteorder != _SWAPPED
-            if self.finder is None and _TORCHS_PROTOCOL >= 5 and not usual:
-                return NotImplemented  # NumPy keeps more in that protocol than `_array` does for older ones
             return self._array(obj)
         if issubclass(kind, Tensor):
             with _compat.no_torch_function():
                 warn_if_has_hooks(obj)
             return self._subclass(obj, kind)
-        if kind in self.carry:
+        if kind in self._carry:
             token = pickle.PickleBuffer(bytearray())
             self.carried[token] = obj
             return raw.itself, (token,)
@@ -208,31 +176,29 @@ class Pickler(ByValuePickler):
         """How an object of a kind is pickled that few batches hold."""
         if kind in (torch.UntypedStorage, torch.TypedStorage) and (reduction := self._storage(obj, kind)) is not None:
             return reduction
-        if kind is np.memmap or (self.finder is not None and issubclass(kind, np.ndarray)):
+        if kind is np.memmap:
             return self._subclass_of_array(obj)
         if issubclass(kind, types.ModuleType) and (reduction := _of_module(obj)) is not None:
             return reduction
         if kind is types.FunctionType and obj.__module__ == _OF_SKELETONS:
             return NotImplemented  # spares our own functions cloudpickle's search
-        if self.finder is not None and (reduction := self._of_replica(obj, kind, self.finder)) is not None:
-            return reduction
         _check_can_leave(obj, kind)
-        if self.known_classes and issubclass(kind, (type, types.FunctionType)) and _is_named(obj):
+        if self._known_classes and issubclass(kind, (type, types.FunctionType)) and _is_named(obj):
             return NotImplemented
         if issubclass(kind, type):
-            reduce = super().reducer_override
-            return _reduce_by_id(obj, reduce) if self.finder is None else reduce(obj)
+            return self._class(obj)
         if not issubclass(kind, types.FunctionType):  # cloudpickle's own reductions are for these
             if hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__"):
                 return self._of_delegate(obj)
-            self.ordinary.add(kind)
+            self._ordinary.add(kind)
             return NotImplemented
         reduced = super().reducer_override(obj)
         if reduced is not NotImplemented and _compat.COMPILED in vars(obj):
             raise refusal(obj, "torch.compile has made it, outside of any module that workers can import")
-        if reduced is not NotImplemented and self.finder is not None and self.copied is None:
-            self.copied = self._copied_special(obj)
         return reduced
+
+    def _class(self, cls: type) -> Any:
+        return _reduce_by_id(cls, super().reducer_override)
 
     def _storage(self, obj: Any, kind: type) -> Any:
         """How a storage is pickled; None for as its class says."""
@@ -242,20 +208,17 @@ class Pickler(ByValuePickler):
         if obj.device.type == "meta":
             return None
         if obj.device.type != "cpu":
-            if self.finder is None:
-                raise TypeError(
-                    f"a batch and its indices must be in main memory, got a tensor on {str(obj.device)!r}; create "
-                    f"tensors on the CPU, and let the loader move batches: DataLoader(..., device={obj.device.type!r})"
-                )
             obj = self._in_main_memory(obj)
         nbytes = obj.nbytes()
-        return (operator.getitem, (self.token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
+        return (operator.getitem, (self._token(obj, 0, nbytes), 0)) if nbytes else (torch.UntypedStorage, (0,))
 
     def _in_main_memory(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """A copy of a storage of an accelerator, which workers keep off; always the same one."""
-        if storage.data_ptr() not in self.from_accelerators:
-            self.from_accelerators[storage.data_ptr()] = storage.cpu()
-        return self.from_accelerators[storage.data_ptr()]
+        """A storage to send in place of one of an accelerator."""
+        device = storage.device
+        raise TypeError(
+            f"a batch and its indices must be in main memory, got a tensor on {str(device)!r}; create "
+            f"tensors on the CPU, and let the loader move batches: DataLoader(..., device={device.type!r})"
+        )
 
     def _of_delegate(self, obj: Any) -> Any:
         """A reduction after which unpickling does not ask the object for `__setstate__`.
@@ -267,32 +230,6 @@ class Pickler(ByValuePickler):
             return reduced
         return *reduced, *[None] * (5 - len(reduced)), raw.set_attributes
 
-    def _copied_special(self, function: types.FunctionType) -> tuple[str, str] | None:
-        """For a function that travels by value: its name, and that of a special object that all its module uses.
-
-        A class that travels by value may have a thousand such functions, of modules without special objects.
-        """
-        module = sys.modules.get(function.__module__ or "")
-        if module is None or namespace_of(module) is not function.__globals__ or module.__name__ in _MAINS:
-            return None  # everything in __main__ travels
-        if (names := self.special_names.get(function.__module__)) is None:
-            held = list(function.__globals__.items())
-            names = {name for name, value in held if is_a(value, self.special.kinds)}
-            self.special_names[function.__module__] = names
-        named = (name for name in names_in(function.__code__) if name in names) if names else ()
-        return next(((f"{module.__name__}.{function.__qualname__}", name) for name in named), None)
-
-    def _of_replica(self, obj: Any, kind: type, finder: Finder) -> Any:
-        """How it is pickled in a replica; None for as in a batch."""
-        if (reduction := _of_multiprocessing(obj, kind)) is not None:
-            return reduction
-        if issubclass(kind, _compat.DataPipeWrapper):
-            # Its own pickling is plain pickle's, which needs the same __main__.
-            return kind, (_compat.datapipe_in(obj),)
-        if finder.of_ctypes(obj) is not None:
-            return kind.from_buffer, (np.frombuffer(obj, np.uint8),)  # type: ignore[attr-defined]
-        return self.special.reduce(obj, self._reduced) if issubclass(kind, self.special.kinds) else None
-
     def _reduced(self, obj: Any) -> Any:
         """The reduction without this class's `reducer_override`."""
         reduce = self.dispatch_table.get(type(obj))
@@ -303,10 +240,6 @@ class Pickler(ByValuePickler):
             reductions.reduce_tensor(tensor)  # refuses
         state = tensor.__dict__ or None
         arguments = self._arguments(tensor)
-        if arguments is None and self.finder is None and _has_bits(tensor):
-            # Between torch's processes it loses these bits, and its values with them; here only the bits.
-            resolved = tensor.detach().resolve_conj().resolve_neg()
-            arguments = self._arguments(resolved.requires_grad_() if tensor.requires_grad else resolved)
         if arguments is not None:
             made = raw.make_tensor, arguments
             return made if state is None else (*made, state, None, None, raw.set_state)
@@ -342,78 +275,52 @@ class Pickler(ByValuePickler):
         storage, itemsize = tensor.untyped_storage(), dtype.itemsize
         if end * itemsize > storage.nbytes():
             return None  # the storage was shrunk under the tensor
-        token = self.token(storage, int(offset) * itemsize, end * itemsize)
+        token = self._token(storage, int(offset) * itemsize, end * itemsize)
         return token, name, offset, size, stride, tensor.requires_grad
 
-    def token(self, storage: torch.UntypedStorage, start: int, end: int) -> pickle.PickleBuffer:
+    def _token(self, storage: torch.UntypedStorage, start: int, end: int) -> pickle.PickleBuffer:
         """The token of a storage of which these bytes are used."""
-        span = self.spans.get(storage._cdata)
+        span = self._spans.get(storage._cdata)
         if span is None:
-            # Of shared memory in a replica the whole storage: it is opened again, not copied.
-            mapped = None if self.finder is None else self.finder.of_storage(storage)
-            start, end = (start, end) if mapped is None else (0, storage.nbytes())
-            span = self.spans[storage._cdata] = Span(storage, start, end, mapped)
+            span = self._spans[storage._cdata] = Span(storage, start, end)
             self.tokens[span.token] = span
         else:
             span.start, span.end = min(span.start, start), max(span.end, end)
         return span.token
 
     def _subclass_of_array(self, array: np.ndarray[Any, Any]) -> Any:
-        """Includes the attributes, which NumPy's pickling leaves out. The mask of a masked array is one of them."""
+        """Includes the attributes, which NumPy's pickling leaves out, except for a memory map."""
         kind = type(array)
         base = np.ma.MaskedArray if issubclass(kind, np.ma.MaskedArray) else np.ndarray
-        pickling = [(getattr(kind, name, None), getattr(base, name, None)) for name in _PICKLING]
-        if kind in self.dispatch_table or any(own is not numpys for own, numpys in pickling):
+        if kind in self.dispatch_table or any(getattr(kind, n, None) != getattr(base, n, None) for n in _PICKLING):
             return NotImplemented
-        attributes = _without_map(getattr(array, "__dict__", {}))
-        if base is np.ma.MaskedArray:  # it copies the attributes of the array that it is created from
-            copies = "_optinfo", "_basedict"
-            attributes = attributes | {name: _without_map(attributes[name]) for name in copies if name in attributes}
-        names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
-        return self._array(array, (attributes, {name: getattr(array, name) for name in names if hasattr(array, name)}))
+        state: Any = object.__getstate__(array)
+        if type(state) is dict and isinstance(state.get("_mmap"), mmap.mmap):
+            state = {**state, "_mmap": None}
+        return np.ndarray.view, (np.ndarray.view(array, np.ndarray), kind), state, None, None, raw.set_attributes
 
-    def _array(self, array: np.ndarray[Any, Any], attributes: tuple[dict[str, Any], ...] = ()) -> Any:
-        """`attributes`: only for a subclass, those in `__dict__` and those in `__slots__`."""
-        kind, dtype, mapped = type(array), array.dtype, None
-        writable, owned = True, True  # writable as all arrays are after pickling between torch's processes
-        if self.finder is not None:
-            writable, owned = array.flags.writeable, raw.root_of(array).base is None
-            mapped = None if owned or not array.nbytes else self.finder.of_array(array)
-        array = np.ndarray.view(array, np.ndarray) if attributes else array
+    def _array(self, array: np.ndarray[Any, Any]) -> Any:
+        """As pickling between torch's processes: writable, in this machine's byte order, in C or Fortran order."""
+        dtype, flags = array.dtype, array.flags
+        is_swapped = dtype.byteorder == _SWAPPED
         if dtype.hasobject or dtype.itemsize == 0:
-            if writable and not attributes:
-                return NotImplemented
-            make, arguments, content = cast("tuple[Any, ...]", array.__reduce__())
-            return make, (kind, *arguments[1:]), (content, attributes, writable), None, None, raw.set_array
-        if self.finder is None and dtype.byteorder == _SWAPPED:  # as NumPy's pickling between torch's processes
-            dtype = dtype.newbyteorder("=")
-            array = array.astype(dtype, "A")
-        low, nbytes = raw.address(array), array.nbytes
-        strides, offset, order = None, 0, "C"
-        if self.finder is None and array.flags.fnc:
-            order = "F"  # that pickling keeps this order and C order, and converts all others to C order
-        elif not array.flags.c_contiguous:
-            first, end = byte_bounds(array)
-            if mapped is not None or (self.finder is not None and end - first <= nbytes):
-                strides, offset = array.strides, low - first
-                low, nbytes = first, end - first
-            else:
-                array = array.copy("C")
-                low = raw.address(array)
-        content = raw.memory(low, nbytes, array)
-        # Memory that is not NumPy's is none of the pickle's: others may write to it, which `shared_file` looks for.
-        buffer = bytearray(content) if nbytes <= _IN_BAND and owned else pickle.PickleBuffer(content)
-        if mapped is not None:
-            self.mapped[cast("pickle.PickleBuffer", buffer)] = mapped
-        by_name = dtype.isbuiltin == 1 and dtype.metadata is None
-        arguments = buffer, array.shape, dtype.str if by_name else dtype
-        layout = strides, offset, order, writable, kind
-        reduction = raw.make_array, arguments if layout == _USUAL else (*arguments, *layout)
-        return (*reduction, (None, attributes, writable), None, None, raw.set_array) if attributes else reduction
+            return NotImplemented
+        if _TORCHS_PROTOCOL >= 5 and (is_swapped or not flags.carray):
+            return NotImplemented  # NumPy keeps more in that protocol
+        if is_swapped:
+            array = array.astype(dtype.newbyteorder("="), "A")
+        elif not flags.forc:
+            array = array.copy("C")
+        content = raw.memory(raw.address(array), array.nbytes, array)
+        buffer = bytearray(content) if array.nbytes <= IN_BAND else pickle.PickleBuffer(content)
+        return array_over(buffer, array, *(["F"] if flags.fnc else []))
 
 
-def _has_bits(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg())
+def array_over(buffer: Any, array: np.ndarray[Any, Any], *layout: Any) -> Any:
+    """The reduction of an array whose memory is a buffer; `layout`: the other arguments of `make_array`."""
+    dtype = array.dtype
+    by_name = dtype.isbuiltin == 1 and dtype.metadata is None
+    return raw.make_array, (buffer, array.shape, dtype.str if by_name else dtype, *layout)
 
 
 def _of_module(module: types.ModuleType) -> Any:
@@ -423,43 +330,9 @@ def _of_module(module: types.ModuleType) -> Any:
     return None if is_known else (importlib.import_module, (name,))
 
 
-def _without_map(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of an array that may be a view of a file, without its memory map, which cannot be pickled."""
-    return {**attributes, "_mmap": None} if isinstance(attributes.get("_mmap"), mmap.mmap) else attributes
-
-
 def refusal(obj: Any, why: str) -> TypeError:
     """The error for an object that cannot exist in another process."""
     return TypeError(f"cannot pickle {type(obj).__name__!r} object: {why}")
-
-
-def _of_multiprocessing(obj: Any, kind: type) -> tuple[Any, ...] | None:
-    """A proxy of a manager, with the manager's key, or shared memory; None for anything else."""
-    managers: Any = sys.modules.get("multiprocessing.managers")
-    memory: Any = sys.modules.get("multiprocessing.shared_memory")
-    if memory is not None and kind is memory.SharedMemory:
-        return _attached, (obj.name, obj.size)
-    if managers is None or kind.__reduce__ is not managers.BaseProxy.__reduce__:
-        return None
-    rebuild, (make, token, serializer, options), *state = obj.__reduce__()
-    key, of_process = bytes(obj._authkey), obj._authkey == multiprocessing.current_process().authkey
-    return _proxy, (of_process, rebuild, make, token, serializer, {**options, "authkey": key}), *state
-
-
-def _proxy(of_process: bool, rebuild: Any, make: Any, token: Any, serializer: str, options: dict[str, Any]) -> Any:
-    """A proxy in a worker, whose process has the driver's key then: for proxies that this one returns."""
-    if of_process:
-        multiprocessing.current_process().authkey = options["authkey"]
-    return rebuild(make, token, serializer, options)
-
-
-def _attached(name: str, size: int) -> Any:
-    """Shared memory that stays its creator's: Python would remove it as soon as a process that has attached it ends."""
-    from multiprocessing import resource_tracker, shared_memory
-
-    memory = shared_memory.SharedMemory(name, size=size)
-    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
-    return memory
 
 
 def _check_can_leave(obj: Any, kind: type) -> None:
@@ -520,7 +393,8 @@ def _known_class(tracker_id: str, definition: bytes | None, place: int, module: 
     return _Definition(definition or b"").load() if cls is None else cls
 
 
-_BY_ID = _known_class.__name__.encode()
+# A skeleton that has such a class holds this, and is not the same in each run of a program.
+BY_ID = _known_class.__name__.encode()
 
 
 def _class_at(place: int, module: str, name: str) -> type | None:

@@ -31,26 +31,31 @@ _FROM_BUFFER = {*NUMPYS, torch.bfloat16}
 _MAPPED = 1 << 20  # bytes; copies from this size on are not taken from the heap
 
 
-class _Memory:
+class Memory:
     """Shows memory to NumPy as writable bytes and keeps its owner alive.
 
     `Tensor.numpy()` would leave the user's storage non-resizable for good; an array's own buffer does not exist
     for datetimes, and where it is read-only the array would arrive read-only.
     """
 
-    __slots__ = ("__array_interface__", "owner")
+    __slots__ = ("__array_interface__", "__weakref__", "owner")
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.owner = owner
         memory = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "strides": (1,)}
         self.__array_interface__ = {"version": 3, **memory}
 
+    def view(self) -> memoryview:
+        """The bytes, which keep this object alive."""
+        array: Any = np.asarray(self)
+        return memoryview(array)
+
 
 def memory(address: int, nbytes: int, owner: object) -> Any:
     """An array of these bytes, writable, which keeps `owner` alive."""
     if not address:  # of no bytes; NumPy 2.0 takes no array from there
         return np.empty(0, np.uint8)
-    return np.asarray(_Memory(address, nbytes, owner))
+    return np.asarray(Memory(address, nbytes, owner))
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
@@ -156,33 +161,16 @@ def make_array(
     buffer: Any,
     shape: tuple[int, ...],
     dtype: Any,
+    order: Literal["C", "F"] = "C",
     strides: tuple[int, ...] | None = None,
     offset: int = 0,
-    order: Literal["C", "F"] = "C",
     writable: bool = True,
-    kind: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
     """Creates a view of a buffer."""
-    array = np.ndarray.__new__(kind, shape, dtype, buffer, offset, strides, order)
+    array: Any = np.ndarray(shape, dtype, buffer, offset, strides, order)
     if not writable:
         array.flags.writeable = False
     return array
-
-
-def set_array(array: np.ndarray[Any, Any], state: tuple[Any, tuple[dict[str, Any], ...], bool]) -> None:
-    """Gives an array of objects its content, and one of a subclass its attributes."""
-    content, attributes, writable = state
-    if content is not None:
-        np.ndarray.__setstate__(array, content)
-    if attributes:
-        own, slots = attributes
-        if hasattr(array, "__dict__"):
-            vars(array).clear()  # set by `__array_finalize__`
-            vars(array).update(own)
-        for name, value in slots.items():
-            object.__setattr__(array, name, value)
-    if not writable:
-        array.flags.writeable = False
 
 
 def set_attributes(obj: Any, state: Any) -> None:

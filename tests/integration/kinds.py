@@ -326,7 +326,7 @@ def a_shared_tensor_that_workers_write(program):
     return taken(program.load(Holding(sample, written=written))), written.tolist()
 
 
-@kind()
+@kind(Refused("dataset.written[1][0]['_wrapper']._state"))
 def a_shared_array_without_a_lock(program):
     def sample(self, index):
         self.written[index] = index + 1

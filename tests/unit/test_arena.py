@@ -27,11 +27,12 @@ from hypothesis import strategies as st
 import programs
 from rayloader.transport import arena as module
 from rayloader.transport import codec
-from rayloader.transport.arena import CHUNK, COLD_AFTER, PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
+from rayloader.transport.arena import COLD_AFTER, PAGE, Arena, ArenaError, ArenaWriter, FreeSlots, rounded
 from rayloader.transport.codec import no_collection
 from rayloader.transport.memory_file import MemoryFile
 
 HANG_LIMIT_S = 500.0
+MIB = 1 << 20
 NUMBERS = torch.arange(512)  # a page
 
 
@@ -66,7 +67,7 @@ class Pair:
 
     def __init__(self, pages=4):
         self.arena = Arena(pages * PAGE)
-        self.writer = ArenaWriter.open(self.arena.address)
+        self.writer = ArenaWriter(self.arena.address)
         self.leases = {}
 
     def put(self, content=NUMBERS):
@@ -134,7 +135,7 @@ def serve(connection):
         match message:
             case "open", address:
                 try:
-                    opened, answer = ArenaWriter.open(address), None
+                    opened, answer = ArenaWriter(address), None
                 except ArenaError as error:
                     answer = error
             case "fill", freed, seeds:
@@ -279,7 +280,7 @@ def test_another_file_under_the_same_descriptor_is_refused(impostor):
     os.dup2(fd, arena.address.fd, inheritable=False)
     os.close(fd)
     with pytest.raises(ArenaError, match=arena.address.name):
-        ArenaWriter.open(arena.address)
+        ArenaWriter(arena.address)
 
 
 def test_what_has_not_our_name_is_not_even_opened(monkeypatch):
@@ -289,7 +290,7 @@ def test_what_has_not_our_name_is_not_even_opened(monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr(os, "open", lambda path, *_: opened.append(path))
     with pytest.raises(ArenaError, match="must be rayloader-arena-"):
-        ArenaWriter.open(address)
+        ArenaWriter(address)
     assert opened == []
 
 
@@ -643,7 +644,7 @@ def test_leases_that_live_to_the_end_of_the_process_are_quiet():
 import torch
 from rayloader.transport.arena import Arena, ArenaWriter
 arena = Arena(1 << 20)
-writer = ArenaWriter.open(arena.address)
+writer = ArenaWriter(arena.address)
 leases = {}
 kept = [torch.frombuffer(arena.view(writer.put(memoryview(bytes(64))), leases), dtype=torch.uint8) for _ in range(3)]
 kept.append(kept)
@@ -668,13 +669,13 @@ def test_the_same_memory_serves_again_and_again():
 
 def test_memory_that_is_cold_is_given_back():
     pair = Pair(20_000)
-    held = [pair.lend(torch.full((CHUNK // 8,), number)) for number in range(40)]
-    assert touched(pair.arena) >= 40 * CHUNK
+    held = [pair.lend(torch.full((MIB // 8,), number)) for number in range(40)]
+    assert touched(pair.arena) >= 40 * MIB
     del held[1:]
-    for _ in range(2 * COLD_AFTER):
+    for _ in range(COLD_AFTER):
         pair.lend()
         pair.done()
-    assert touched(pair.arena) <= 5 * CHUNK
+    assert touched(pair.arena) <= 2 * MIB
     assert (held[0] == 0).all()
 
 
@@ -1014,26 +1015,11 @@ def test_slots_never_overlap_and_all_room_comes_back(steps):
     assert free.take(24 * PAGE) == (0, 24 * PAGE)
 
 
-def test_memory_is_cold_when_nothing_has_covered_it_for_long():
-    free = FreeSlots(100 * CHUNK)
-    held = [free.take(CHUNK) for _ in range(20)]
+def test_what_is_joined_is_what_is_free():
+    free = FreeSlots(100 * PAGE)
+    held = [free.take(PAGE) for _ in range(20)]
     for slot in held[3:]:
         free.put_back(*slot)
-    assert free.cold(held[:3]) == []
-    for _ in range(COLD_AFTER):
-        free.put_back(*free.take(CHUNK))
-    cold = free.cold(held[:3])
-    extents = [range(start, start + size) for start, size in [*held[:3], held[-1]]]
-    assert all(start not in extent for start, _ in cold for extent in extents)
-    assert len(cold) >= 14
-    assert len(free.cold(held[:3])) == 1  # what had been covered until then
-    assert free.cold(held[:3]) == []
-
-
-def test_memory_that_is_in_use_is_never_cold():
-    free = FreeSlots(10 * CHUNK)
-    used = [free.take(CHUNK // 2) for _ in range(9)]
-    for _ in range(3):
-        for _ in range(COLD_AFTER):
-            free.put_back(*free.take(PAGE))
-        assert free.cold(used) == []
+    assert free.join() == [(3 * PAGE, 100 * PAGE)]
+    free.put_back(*held[1])
+    assert free.join() == [(PAGE, 2 * PAGE), (3 * PAGE, 100 * PAGE)]

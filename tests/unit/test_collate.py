@@ -42,7 +42,7 @@ def writer(monkeypatch):
     arena = Arena(16 * PAGE)
     monkeypatch.setattr(torch_worker, "_worker_info", torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=()))
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, stack)
-    opened = ArenaWriter.open(arena.address)
+    opened = ArenaWriter(arena.address)
     opened.begin()
     collate_into(opened)
     yield weakref.proxy(opened)
@@ -295,7 +295,7 @@ SAMPLES = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_fresh_tensors_are_sent_as_those_that_are_looked_at(name):
     arena = Arena(64 * PAGE)
-    opened = ArenaWriter.open(arena.address)
+    opened = ArenaWriter(arena.address)
     opened.small = 4096
     opened.begin()
     reference = default_collate(SAMPLES[name])

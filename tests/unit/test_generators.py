@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from rayloader.random import search
-from rayloader.random.generators import GENERATORS, RandomState, engine, same_state, set_state, state_of
+from rayloader.random.generators import KINDS as CLASSES
+from rayloader.random.generators import RandomState, engine, reduce_generator, same_state, set_state, state_of
 from rayloader.resume.state import pack_random as pack
 from rayloader.resume.state import unpack_random as unpack
 from rayloader.transport import codec
+from rayloader.transport.replica import encode_for_worker
 
 
 def module_of(program, name, monkeypatch):
@@ -180,7 +182,7 @@ def test_children_that_share_what_they_were_seeded_with_have_the_state_that_was_
 
 def travelled(obj):
     """The object as a worker has it."""
-    encoded = codec.encode(obj, replica=True, special=GENERATORS)
+    encoded = encode_for_worker(obj, (), CLASSES, reduce_generator)
     return codec.decode(encoded.skeleton, encoded.buffers)
 
 
@@ -367,7 +369,7 @@ def test_code_of_a_program_that_is_sent_by_value_names_the_same(module, monkeypa
     vars(module)["__name__"] = "__main__"
     module.two.__module__ = "__main__"
     monkeypatch.setitem(sys.modules, "__main__", module)
-    encoded = codec.encode(module.two, replica=True)
+    encoded = encode_for_worker(module.two)
     monkeypatch.undo()
     copy = codec.decode(encoded.skeleton, encoded.buffers)
     assert copy is not module.two

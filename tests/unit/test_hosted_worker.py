@@ -29,7 +29,7 @@ SETUP = Setup(
 def test_what_exits_while_earlier_batches_are_built_again_for_the_next_epoch_ends_the_process(monkeypatch):
     """Or the epoch would go on from a worker that has built only a part of them."""
     worker = HostedWorker(SETUP)
-    worker._restoring = Restoring(left=deque([BuildOrder(1, 7, (), again=True)]))
+    worker._restoring = Restoring(left=deque([BuildOrder(7, (), again=True)]))
     monkeypatch.setattr(worker, "_do", lambda task, arena: Answer(task.task_id, ResultKind.EXITED, text="as planned"))
     with pytest.raises(SystemExit, match="as planned"):
         worker.resume(Resumed(1, None))

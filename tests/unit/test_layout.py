@@ -245,7 +245,6 @@ PRIVATE_ATTRIBUTES = {
         "_backward_hooks",
     ): "of each tensor of a batch, where a call would cost more",
     ("rayloader/transport/pickler.py", "_cdata"): "likewise",
-    ("rayloader/transport/pickler.py", "_slotnames"): "pickle's own list of slots, in every version of Python so far",
     ("rayloader/random/generators.py", "_inst"): "states name it: it is data there",
     ("rayloader/random/generators.py", "_rand"): "likewise",
     ("rayloader/random/generators.py", "_bit_generator"): "likewise",
@@ -257,7 +256,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/sharing/producer.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
     ("rayloader/transport/pickler.py", "_length_"): "likewise",
-    ("rayloader/transport/pickler.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
+    ("rayloader/transport/replica.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
     ("rayloader/frameworks/readers.py", "_getframe"): "documented, of sys",
 }
 NAMED_TUPLES = {"_replace", "_make", "_fields", "_asdict"}  # their public methods

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import io
 import pickle
 import traceback
 import types
@@ -11,7 +10,8 @@ import warnings
 import pytest
 import torch
 
-from rayloader.transport.pickler import ByValuePickler, Pickler, Special, dumped
+from rayloader.transport.pickler import ByValuePickler, Pickler, dumped
+from rayloader.transport.replica import ReplicaPickler
 
 FILE = "users_program.py"
 SOURCE = """
@@ -143,18 +143,14 @@ class OnAccelerator:
         return torch.arange(3).untyped_storage()
 
 
-def pickler(replica):
-    return Pickler(io.BytesIO(), False, (), replica, Special())
-
-
 def test_a_storage_on_an_accelerator_is_refused_in_a_batch():
     with pytest.raises(TypeError, match=r"got a tensor on 'cuda:1'.*DataLoader\(\.\.\., device='cuda'\)"):
-        pickler(False)._storage(OnAccelerator(), torch.UntypedStorage)
+        Pickler()._storage(OnAccelerator(), torch.UntypedStorage)
 
 
 def test_a_storage_on_an_accelerator_is_copied_once_for_a_replica():
-    taking = pickler(True)
+    taking = ReplicaPickler()
     tokens = [taking._storage(OnAccelerator(), torch.UntypedStorage)[1][0] for _ in range(2)]
     assert tokens[0] is tokens[1]
-    (span,) = taking.spans.values()
+    (span,) = taking.tokens.values()
     assert span.storage.tolist() == torch.arange(3).untyped_storage().tolist()

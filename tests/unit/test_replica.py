@@ -24,15 +24,15 @@ import aliases
 from rayloader.actors.image import Contents, Image, image_from_content, open_image
 from rayloader.errors import ReplicaError, ReplicaMemoryError
 from rayloader.transport import codec, memory_file
-from rayloader.transport.mapped import shared_file
 from rayloader.transport.memory_file import MemoryFileError, address_of_buffer
+from rayloader.transport.replica import encode_for_worker, explain, shared_file
 
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20
 
 
 def contents_of(obj):
-    return Contents(codec.encode(obj, replica=True))
+    return Contents(encode_for_worker(obj))
 
 
 def write(obj, old=None):
@@ -308,10 +308,8 @@ def test_a_file_without_a_name_is_an_error_if_it_is_shared(tmp_path):
             write(np.memmap(file, mode="r+"))
 
 
-@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_torchs_shared_memory_stays_shared(strategy):
-    with sharing(strategy):
-        tensor = torch.zeros(1000).share_memory_()
+def test_torchs_shared_memory_stays_shared():
+    tensor = torch.zeros(1000).share_memory_()
     image = write({"flags": tensor, "part": tensor[10:12]})
     found = read(image)
     found["flags"] += 1
@@ -346,38 +344,37 @@ class SharesAgain:
         self.tensor = self.tensor.share_memory_()
 
 
-@pytest.mark.parametrize("kind", ["file_descriptor", "file_system", "from_file", "queue"])
+@pytest.mark.parametrize("kind", ["file_descriptor", "from_file", "queue"])
 def test_what_torch_has_shared_is_shared_for_torch_again(tmp_path, kind):
-    with sharing(kind) if kind == "file_system" else contextlib.nullcontext():
-        if kind == "from_file":
-            tensor = torch.from_file(str(tmp_path / "cells"), shared=True, size=1000).zero_()
-        else:
-            tensor = torch.zeros(1000).share_memory_()
-        if kind == "queue":
-            tensor = ForkingPickler.loads(bytes(ForkingPickler.dumps(tensor)))
-        found = read(write(SharesAgain(tensor)))
-        assert found.tensor.is_shared()
-        assert found.tensor.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
-        assert found.tensor.data_ptr() != tensor.data_ptr()
-        found.part += 1
-        found.array[5] = 2
-        found.row[0] = 3
-        tensor[999] = 4
-        assert found.tensor[[5, 10, 11, 20, 999]].tolist() == [2, 1, 1, 3, 4]
-        assert torch.equal(found.tensor, tensor)
-        if kind != "from_file":  # torch can't send those of files on
-            sent = ForkingPickler.loads(bytes(ForkingPickler.dumps(found.tensor)))
-            sent[0] = 5
-            assert tensor[0] == 5
+    if kind == "from_file":
+        tensor = torch.from_file(str(tmp_path / "cells"), shared=True, size=1000).zero_()
+    else:
+        tensor = torch.zeros(1000).share_memory_()
+    if kind == "queue":
+        tensor = ForkingPickler.loads(bytes(ForkingPickler.dumps(tensor)))
+    found = read(write(SharesAgain(tensor)))
+    assert found.tensor.is_shared()
+    assert found.tensor.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+    assert found.tensor.data_ptr() != tensor.data_ptr()
+    found.part += 1
+    found.array[5] = 2
+    found.row[0] = 3
+    tensor[999] = 4
+    assert found.tensor[[5, 10, 11, 20, 999]].tolist() == [2, 1, 1, 3, 4]
+    assert torch.equal(found.tensor, tensor)
+    if kind != "from_file":  # torch can't send those of files on
+        sent = ForkingPickler.loads(bytes(ForkingPickler.dumps(found.tensor)))
+        sent[0] = 5
+        assert tensor[0] == 5
 
 
-def test_shared_memory_that_the_driver_has_dropped():
-    """The workers still share it: the image keeps the file, though it has lost its name."""
+def test_what_is_shared_by_name_is_copied_and_the_copy_is_noticed():
     with sharing("file_system"):
-        image = write(torch.zeros(1000).share_memory_())
-        one, other = read(image), read(image)
-        one[3] = 1
-        assert other[3] == 1
+        tensor = torch.zeros(100_000).share_memory_()
+    encoded = encode_for_worker([tensor, tensor.numpy()])
+    assert not encoded.mapped
+    assert shared_file(map(address_of_buffer, encoded.buffers)).startswith("/dev/shm/torch_")
+    assert tensor.is_shared()
 
 
 def test_many_shared_tensors():
@@ -389,22 +386,10 @@ def test_many_shared_tensors():
     assert [tensor[0] for tensor in tensors] == list(range(1, 301))
 
 
-def test_arrays_over_memory_of_multiprocessings_stay_shared():
-    raw = multiprocessing.RawArray("i", 1000)
-    obj = {"raw": raw, "view": np.frombuffer(raw, np.int32)[5:7], "grid": np.ctypeslib.as_array(raw).reshape(10, 100)}
-    image = write(obj)
-    assert image.address.file.nbytes < 4096
-    found = read(image)
-    found["raw"][5] = 1
-    found["grid"][9, 99] = 2
-    assert (found["view"][0], raw[5], raw[999]) == (1, 1, 2)
-
-
 def test_what_was_mapped_in_a_worker_is_mapped_again_from_there(data_file):
     """A loader that is shared is sent to its producer, and its dataset from there to the workers."""
-    raw = multiprocessing.RawArray("B", 1000)
     shared = torch.zeros(1000).share_memory_()
-    obj = [np.memmap(data_file, mode="r+")[7:], np.frombuffer(raw, np.uint8), shared, shared.numpy()[5:]]
+    obj = [np.memmap(data_file, mode="r+")[7:], shared, shared.numpy()[5:]]
     image = write(obj)
     first = read(image)
     del image
@@ -412,7 +397,7 @@ def test_what_was_mapped_in_a_worker_is_mapped_again_from_there(data_file):
     assert second.address.file.nbytes < 4096
     for array in read(second):
         array[3] = 99
-    assert [int(array[3]) for array in obj] == [99] * 4
+    assert [int(array[3]) for array in obj] == [99] * 3
 
 
 def test_a_copy_of_shared_memory_is_noticed(data_file, tmp_path):
@@ -421,11 +406,13 @@ def test_a_copy_of_shared_memory_is_noticed(data_file, tmp_path):
     memory = multiprocessing.shared_memory.SharedMemory(create=True, size=100)
     try:
         over = np.ndarray(1, np.uint8, memory.buf)
+        of_ctypes = np.frombuffer(multiprocessing.RawArray("B", 1000), np.uint8)
+        assert shared_file(map(address_of_buffer, encode_for_worker(of_ctypes).buffers)) is not None
         for obj, path in ((torch.from_numpy(writable), str(data_file)), (over, f"/dev/shm/{memory.name}")):
-            (buffer,) = codec.encode(obj, replica=True).buffers
+            (buffer,) = encode_for_worker(obj).buffers
             assert shared_file([address_of_buffer(buffer)]) == path
         others = [torch.from_numpy(private), np.zeros(1000), torch.zeros(1000)]
-        assert shared_file(map(address_of_buffer, codec.encode(others, replica=True).buffers)) is None
+        assert shared_file(map(address_of_buffer, encode_for_worker(others).buffers)) is None
     finally:
         del over
         memory.close()
@@ -475,7 +462,7 @@ def test_a_pipe_is_refused_and_the_remedy_named():
     with ours, theirs:
         with pytest.raises(TypeError, match="Connection"):
             codec.encode({"pipe": ours})
-        text = codec.explain({"pipe": ours}, "dataset")
+        text = explain({"pipe": ours}, "dataset")
     assert text.startswith("dataset['pipe']: multiprocessing.connection.Connection")
     assert "share_memory_()" in text
 
@@ -490,7 +477,7 @@ def test_a_pipe_is_refused_and_the_remedy_named():
     ],
 )
 def test_the_remedy_is_one_for_that_kind_of_object(make, instead):
-    text = codec.explain({"it": make()}, "dataset")
+    text = explain({"it": make()}, "dataset")
     assert text.startswith("dataset['it']")
     assert instead in text
 

@@ -20,8 +20,8 @@ import h5py
 import numpy as np
 import pytest
 
-from rayloader.transport import codec
 from rayloader.transport.codec import decode, encode
+from rayloader.transport.replica import encode_for_worker, explain
 
 # Where they hold what can't be pickled.
 OF_GZIP = ".myfileobj" if sys.version_info < (3, 14) else ".fileobj"
@@ -32,7 +32,7 @@ OF_THREAD = {(3, 13): "._handle", (3, 14): "._os_thread_handle"}.get(sys.version
 def test_a_proxy_of_a_manager_brings_its_key_along(key, monkeypatch):
     with SyncManager(authkey=key, ctx=multiprocessing.get_context("fork")) as manager:
         proxy = manager.dict(a=1)
-        encoded = encode(proxy, replica=True)
+        encoded = encode_for_worker(proxy)
         monkeypatch.setitem(multiprocessing.current_process()._config, "authkey", b"of a worker")
         assert decode(encoded.skeleton, encoded.buffers)["a"] == 1
 
@@ -78,15 +78,15 @@ def test_what_belongs_to_one_process_is_an_error_that_names_the_attribute_and_th
     for name, (part, obj) in held.items():
         dataset = SimpleNamespace(held=obj)
         with pytest.raises(TypeError, match="pickle"):
-            encode(dataset, replica=True)
-        said = codec.explain(dataset, "dataset")
+            encode_for_worker(dataset)
+        said = explain(dataset, "dataset")
         assert said.startswith(f"dataset.held{part}: "), name
         assert said.endswith("; create it in worker_init_fn or lazily on first use, or drop it in __getstate__"), name
 
 
-@pytest.mark.parametrize("replica", [False, True], ids=["batch", "dataset"])
-def test_a_stream_over_a_descriptor_is_an_error(replica, tmp_path):
+@pytest.mark.parametrize("encode", [encode, encode_for_worker], ids=["batch", "dataset"])
+def test_a_stream_over_a_descriptor_is_an_error(encode, tmp_path):
     """Whose pickle would be the descriptor's number."""
     tarfile.open(tmp_path / "a.tar", "w").close()
     with tarfile.open(tmp_path / "a.tar", "r|") as stream, pytest.raises(TypeError, match="a descriptor of this"):
-        encode(stream, replica=replica)
+        encode(stream)

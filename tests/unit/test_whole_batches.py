@@ -5,19 +5,19 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from rayloader import DataLoader
-from rayloader.host import whole_batches
-from rayloader.host.whole_batches import whole_batch
+from rayloader.host import collate
+from rayloader.host.collate import whole_batch
 
 LENGTH = 40
 
 
 @pytest.fixture(autouse=True)
 def few_samples_are_enough(monkeypatch):
-    monkeypatch.setattr(whole_batches, "FEWEST", 1)
+    monkeypatch.setattr(collate, "FEWEST", 1)
 
 
 IMAGES = torch.arange(LENGTH * 3 * 4 * 5, dtype=torch.float32).reshape(LENGTH, 3, 4, 5)
@@ -25,8 +25,8 @@ LABELS = torch.arange(LENGTH)
 PAIRS = TensorDataset(IMAGES, LABELS)
 
 
-def order(kind, length=LENGTH):
-    chosen = random.Random(1).sample(range(length), 30)
+def order(kind):
+    chosen = random.Random(1).sample(range(LENGTH), 30)
     return {
         "list": chosen,
         "tuple": tuple(chosen),
@@ -48,9 +48,6 @@ WHOLE = {
     "a subset of a subset": Subset(Subset(PAIRS, order("list")), list(range(29, -1, -1))),
     "a tuple of datasets": StackDataset(PAIRS, LABELS, Subset(PAIRS, list(range(LENGTH)))),
     "a dict of datasets": StackDataset(label=LABELS, image=Subset(TensorDataset(IMAGES), list(range(LENGTH)))),
-    "datasets after each other": ConcatDataset([PAIRS, PAIRS, TensorDataset(IMAGES[:1], LABELS[:1])]),
-    "dicts after each other": ConcatDataset([StackDataset(a=LABELS, b=IMAGES), StackDataset(a=LABELS, b=IMAGES)]),
-    "nested": ConcatDataset([Subset(ConcatDataset([PAIRS, PAIRS]), order("list", 80)), PAIRS]),
 }
 
 
@@ -86,10 +83,6 @@ BY_SAMPLE = {
     "gradients": TensorDataset(IMAGES.clone().requires_grad_()),
     "sparse": TensorDataset(torch.eye(LENGTH).to_sparse()),
     "complex": TensorDataset(torch.zeros(LENGTH, dtype=torch.complex64)),
-    "other types after each other": ConcatDataset([TensorDataset(LABELS), TensorDataset(LABELS.float())]),
-    "other shapes after each other": ConcatDataset([TensorDataset(IMAGES), TensorDataset(LABELS)]),
-    "more items after each other": ConcatDataset([PAIRS, TensorDataset(IMAGES, LABELS, LABELS)]),
-    "other names after each other": ConcatDataset([StackDataset(a=LABELS), StackDataset(b=LABELS)]),
     "indices that are no whole numbers": Subset(PAIRS, [torch.tensor(3)] * LENGTH),
     "indices of no length": Subset(PAIRS, Reversed()),
     "methods of its own": with_own_getitems(),
@@ -125,11 +118,10 @@ def test_a_whole_batch_is_that_of_its_samples(name):
 
 @pytest.mark.parametrize("name", BY_SAMPLE)
 def test_what_is_not_certain_is_asked_for_by_sample(name):
-    beyond_one = LENGTH if isinstance(BY_SAMPLE[name], ConcatDataset) else 1  # in the second of two datasets
-    assert whole_batch(BY_SAMPLE[name], [LENGTH - 1, 0, beyond_one]) is None
+    assert whole_batch(BY_SAMPLE[name], [LENGTH - 1, 0, 1]) is None
 
 
-@pytest.mark.parametrize("name", ["tensors", "a subset by list", "a dict of datasets", "datasets after each other"])
+@pytest.mark.parametrize("name", ["tensors", "a subset by list", "a dict of datasets"])
 @pytest.mark.parametrize("indices", [[], [0, -1], [0, 10**6], [0, 2**70], [0, True], [torch.tensor(0)], (0, 1), 0])
 def test_indices_that_are_unusual_are_the_datasets_own_matter(name, indices):
     assert whole_batch(WHOLE[name], indices) is None
@@ -150,8 +142,8 @@ def test_methods_that_the_program_has_added_are_called(kind, monkeypatch):
 
 def test_few_samples_are_asked_for_one_by_one(monkeypatch):
     monkeypatch.undo()
-    assert whole_batch(PAIRS, [0] * (whole_batches.FEWEST - 1)) is None
-    assert whole_batch(PAIRS, [0] * whole_batches.FEWEST) is not None
+    assert whole_batch(PAIRS, [0] * (collate.FEWEST - 1)) is None
+    assert whole_batch(PAIRS, [0] * collate.FEWEST) is not None
 
 
 def test_a_batch_is_no_view_of_the_dataset():
@@ -162,9 +154,7 @@ def test_a_batch_is_no_view_of_the_dataset():
 
 @pytest.mark.parametrize("collate_fn", [None, default_collate, by_sample])
 def test_a_loader_takes_whole_batches_with_the_default_collate(collate_fn, monkeypatch):
-    monkeypatch.setattr(
-        "rayloader.host.whole_batches.whole_batch", lambda dataset, indices: ["a whole batch", *indices]
-    )
+    monkeypatch.setattr("rayloader.host.worker.whole_batch", lambda dataset, indices: ["a whole batch", *indices])
     own = {"collate_fn": len} if collate_fn is by_sample else {"collate_fn": collate_fn}
     batches = list(DataLoader(PAIRS, 4, num_workers=1, workers="fork", **own))
     assert batches[0] == (4 if collate_fn is by_sample else ["a whole batch", 0, 1, 2, 3])
@@ -177,6 +167,6 @@ def test_errors_are_those_of_the_samples():
 
 
 def test_all_methods_are_watched():
-    assert {(kind.__name__, name) for kind, name, _ in whole_batches._METHODS} >= {
-        (kind, "__getitem__") for kind in ("TensorDataset", "StackDataset", "Subset", "ConcatDataset")
+    assert {(kind.__name__, name) for kind, name, _ in collate._METHODS} >= {
+        (kind, "__getitem__") for kind in ("TensorDataset", "StackDataset", "Subset")
     }
