@@ -173,7 +173,7 @@ class Spent(NamedTuple):
 
 # NOTE [Caught]. An exception of user code arrives as torch's `ExceptionWrapper` raises it again: of its own type where
 # that can be made of one string, else as a RuntimeError. Whatever its type is, its text and the traceback of where it
-# was raised are seen, in the text of the exception or in a note.
+# was raised are seen, in the text of the exception or in a note, and a group arrives as a group.
 
 
 class Caught(ExceptionWrapper):
@@ -190,18 +190,30 @@ class Caught(ExceptionWrapper):
     """
 
     exc_type: Any
+    _parts: list[Caught] | None
 
     def __init__(self, error: BaseException, where: str) -> None:
-        super().__init__((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
+        try:
+            super().__init__((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
+        except Exception:  # Python looks for attributes of the exception, which the user's class may refuse
+            self.exc_type, self.where = type(error), where
+            lines = traceback.format_tb(error.__traceback__)
+            self.exc_msg = "".join(["Traceback (most recent call last):\n", *lines, f"{type(error).__name__}\n"])
         self.text = f"Caught {type(error).__name__} {where}.\nOriginal {self.exc_msg}"
         self.sample = ""
+        self._message, self._parts = "", None  # of a group
+        if isinstance(error, ExceptionGroup):  # as it was made: the user's class may have other attributes
+            self._message = ExceptionGroup.message.__get__(error)
+            self._parts = [Caught(part, where) for part in ExceptionGroup.exceptions.__get__(error)]
 
-    def drop_type(self, send: Callable[[Any], object]) -> None:
-        """Leaves out its type if `send` raises an error for that."""
+    def drop_types(self, send: Callable[[Any], object]) -> None:
+        """Leaves out its type, and those of a group's parts, where `send` raises an error for them."""
         try:
             send(self.exc_type)
         except Exception:  # the type's own pickling may raise anything
             self.exc_type = None
+        for part in self._parts or ():
+            part.drop_types(send)
 
     def made_again(self) -> BaseException:
         """The exception that `reraise` raises, without a traceback."""
@@ -213,13 +225,15 @@ class Caught(ExceptionWrapper):
         return error
 
     def _made_again(self) -> BaseException:
+        if self._parts is not None:
+            return self._group([part.made_again() for part in self._parts])
         try:
             if self.exc_type is not None:
                 super().reraise()  # type: ignore[no-untyped-call]
         except (KeyboardInterrupt, SystemExit):  # no worker sends these: an interrupt has come in between
             raise
         except BaseException as raised:
-            if isinstance(raised, (self.exc_type, RuntimeError)):
+            if self._is_torchs(raised):
                 return BaseException.with_traceback(raised, None)  # which the class may hide
             # Of a type that has an attribute `message` torch makes one by `message=`, which not all of these take.
             with contextlib.suppress(Exception):
@@ -227,8 +241,24 @@ class Caught(ExceptionWrapper):
                     return error
         return RuntimeError(self.text)
 
+    def _group(self, parts: list[Any]) -> BaseException:
+        with contextlib.suppress(Exception):  # the user's class may take other arguments
+            if isinstance(group := self.exc_type(self._message, parts), ExceptionGroup):
+                return group
+        return ExceptionGroup(self._message, parts)
+
+    def _is_torchs(self, error: BaseException) -> bool:
+        """Whether torch has made the exception that it raises, and has not failed to."""
+        ours = error.__traceback__
+        torchs = ours and ours.tb_next
+        failed = type(error) is TypeError or (torchs is not None and torchs.tb_next is not None)
+        return not failed or self.exc_type in type(error).__mro__
+
     def _is_shown(self, error: BaseException) -> bool:
-        return self.text.strip() in "".join(traceback.format_exception_only(error))
+        try:
+            return self.text.strip() in "".join(traceback.format_exception_only(error))
+        except Exception:  # the user's class, as above
+            return False
 
     @override
     def reraise(self) -> None:
@@ -239,7 +269,8 @@ class CaughtText(Caught):
     """An exception of which only the text has come."""
 
     def __init__(self, text: str) -> None:
-        self.exc_type, self.text, self.sample = None, text, ""
+        self.exc_type, self.text = None, text
+        self.sample, self._parts = "", None
 
 
 class Served(NamedTuple):

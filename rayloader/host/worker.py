@@ -480,7 +480,7 @@ class HostedWorker:
 def _error(task_id: int, error: Exception, where: str) -> Answer:
     """An exception of user code, as torch sends it."""
     caught = Caught(error, where)
-    caught.drop_type(_encode)
+    caught.drop_types(_encode)
     return Answer(task_id, ResultKind.ERROR, tuple(to_wire(_encode(caught))), caught.text)
 
 

@@ -240,7 +240,7 @@ class Producer:
                 item = self._state()
             except Exception as error:  # as above, and of the user's own pickling
                 caught = Caught(error, f"in the share {self._terms.name!r}")
-                caught.drop_type(self._encoded)
+                caught.drop_types(self._encoded)
                 item = self._encoded(caught)
             self._fresh.append(item)
             if type(item) is bytes:

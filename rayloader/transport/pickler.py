@@ -48,7 +48,7 @@ _SWAPPED = ">" if sys.byteorder == "little" else "<"  # a byte order that is not
 _TORCHS_PROTOCOL = pickle.DEFAULT_PROTOCOL  # of batches between torch's processes: 5 from Python 3.14 on, before that 4
 IN_BAND = 256  # bytes; an array up to this size costs less as a copy than as a buffer of its own
 _PICKLING = "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"
-_MAINS = "__main__", "__mp_main__"
+MAINS = "__main__", "__mp_main__"
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -74,7 +74,7 @@ def _code_of_file(make: Any, arguments: tuple[Any, ...], filename: str) -> types
 
 
 def _reduce_cached(cached: Any) -> Any:
-    if getattr(cached, "__module__", "") not in _MAINS and _is_named(cached):
+    if getattr(cached, "__module__", "") not in MAINS and _is_named(cached):
         return cached.__qualname__  # which pickle finds it by
     attributes = {key: value for key, value in vars(cached).items() if key not in ("__wrapped__", "cache_parameters")}
     return _cached, (cached.__wrapped__, cached.cache_parameters()), attributes

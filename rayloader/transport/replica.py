@@ -29,6 +29,7 @@ import re
 import socket
 import sys
 import types
+import warnings
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,10 +43,11 @@ from torch import Tensor
 
 from rayloader import _compat
 from rayloader.errors import ReplicaError, add_note
+from rayloader.namespaces import is_a, names_in, namespace_of
 from rayloader.transport import raw
 from rayloader.transport.codec import encode_by
 from rayloader.transport.memory_file import FileAddress, MemoryFile, MemoryFileError, open_file
-from rayloader.transport.pickler import IN_BAND, ByValuePickler, Pickler, array_over
+from rayloader.transport.pickler import IN_BAND, MAINS, ByValuePickler, Pickler, array_over
 
 _PAGE = mmap.PAGESIZE
 _DELETED = " (deleted)"
@@ -149,6 +151,7 @@ class ReplicaPickler(Pickler):
         super().__init__(carry=carry)
         self.mapped: dict[pickle.PickleBuffer, Mapped] = {}
         self._special, self._reduce = special, reduce
+        self._has_warned = False
         self._found: dict[int, Mapped | None] = {}  # by the address of a storage, or the identity of an `np.memmap`
         self._from_accelerators: dict[int, torch.UntypedStorage] = {}  # copies of storages, by address
 
@@ -160,7 +163,27 @@ class ReplicaPickler(Pickler):
         if issubclass(kind, _compat.DataPipeWrapper):
             # Its own pickling is plain pickle's, which needs the same __main__.
             return kind, (_compat.datapipe_in(obj),)
-        return self._reduce(obj, self._reduced) if issubclass(kind, self._special) else super()._other(obj, kind)
+        if issubclass(kind, self._special):
+            return self._reduce(obj, self._reduced)
+        reduction = super()._other(obj, kind)
+        if kind is types.FunctionType and reduction is not NotImplemented:
+            self._check_copies(obj)
+        return reduction
+
+    def _check_copies(self, function: types.FunctionType) -> None:
+        """Warns of a function that travels by value, with a copy of a special object that all its module uses."""
+        module = sys.modules.get(function.__module__ or "")
+        if module is None or namespace_of(module) is not function.__globals__ or module.__name__ in MAINS:
+            return  # everything in __main__ travels
+        for name in names_in(function.__code__):
+            if is_a(function.__globals__.get(name), self._special) and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"the workers have a copy of the random generator {name} for {function.__module__}."
+                    f"{function.__qualname__}, and another one for the rest of its module; define the function at the "
+                    "top level of its module, or let the dataset hold the generator",
+                    stacklevel=2,
+                )
 
     def _class(self, cls: type) -> Any:
         return ByValuePickler.reducer_override(self, cls)

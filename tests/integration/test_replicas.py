@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import re
 import sys
 import time
@@ -103,6 +104,21 @@ def test_named_tuples_that_workers_cannot_import_are_as_others():
     got = list(holding(Local, lambda kind: kind(1)))
     assert got == [Local(1, 3)] * 2
     assert {type(value) for value in got} == {Local}
+
+
+random_of_this_module = random.Random(0)
+
+
+def draws_from_its_module():
+    return lambda _: random_of_this_module.random()
+
+
+def test_a_function_that_travels_with_a_generator_of_its_module_is_warned_of():
+    function = draws_from_its_module()
+    with pytest.warns(
+        UserWarning, match=r"copy of the random generator random_of_this_module for test_replicas\.draws"
+    ):
+        assert len(list(holding([1], function))) == 2
 
 
 def test_what_is_kept_of_an_old_dataset_stays_and_the_rest_goes():
