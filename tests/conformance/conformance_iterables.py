@@ -1,7 +1,9 @@
 """Iterable-style datasets of the conformance cases. The promises of conformance_datasets.py hold here too."""
 
+import os
 import random
 import tempfile
+import weakref
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -40,14 +42,22 @@ class NoisyStream(Sharded):
             yield sample["value"], random.random(), torch.rand(2), self.iterations
 
 
+def remove(path, pid):
+    """Removes a file of the process that has made it; forks have the same objects."""
+    if os.getpid() == pid:
+        os.unlink(path)
+
+
 class SharesAgain(Sharded):
     """Gives the epoch that the trainer has set in a shared tensor, which `__setstate__` shares once more."""
 
     def __init__(self, kind):
         super().__init__()
         if kind == "file":
-            file = tempfile.NamedTemporaryFile()  # noqa: SIM115 # goes with the dataset
-            self.epoch = torch.from_file(file.name, shared=True, size=1, dtype=torch.int64)
+            file, path = tempfile.mkstemp()
+            os.close(file)
+            weakref.finalize(self, remove, path, os.getpid())
+            self.epoch = torch.from_file(path, shared=True, size=1, dtype=torch.int64)
             self.epoch.zero_()
         else:
             self.epoch = torch.zeros(1, dtype=torch.int64).share_memory_()

@@ -23,7 +23,8 @@ LATER = (0, 3), (1, 3), (1, 4), (0, 99)  # each worker has given a batch: until 
 # Where a run that is loaded again cannot be the same, and why.
 NOT_THE_SAME = {
     "batch_generator": "a generator gives one epoch in one program, and a second one in another",
-    "sampler_raises_once": "its sampler raises again where it is read again",
+    "sampler_fails": "a sampler that has raised raises again where it is read again",
+    "sampler_raises_once": "the same",
     "lazy_generators-w0": "without workers, samples draw from the generators that the sampler draws from",
     "own_state-w0": "without workers, what the dataset has counted is the program's to save",
     "private_writes-w0": "without workers, what the dataset has written is the program's to save",
