@@ -12,7 +12,7 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pickle import PickleBuffer
 from typing import Any
@@ -34,7 +34,7 @@ from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport.lanes import SMALL_BYTES, Lent, Recycled, in_message, pack, unpack
-from rayloader.transport.line import DriverLine, Line, LineError, unpacked
+from rayloader.transport.line import DriverLine, LineError, unpacked
 from rayloader.workers.connection import (
     Channel,
     LineCalls,
@@ -207,14 +207,10 @@ class ActorCalls(Channel):
     @override
     def start(self, source: Source | None, setup: Setup, state: WorkerState | None) -> RayAnswer:
         assert source is not None
-        self._pause()
         actor = self.process
         if actor.hosted is not None and actor.hosted[0] != source.image.name:
             actor.hosted = None  # it drops that image
         return RayAnswer(actor.handle.start.remote(setup, source, state, new_identity()))
-
-    def _pause(self) -> None:
-        """Lets calls through Ray come after all calls made so far."""
 
 
 class RayCalls(ActorCalls):
@@ -274,62 +270,29 @@ class RayCalls(ActorCalls):
         self._unanswered.clear()
 
 
-class _Served:
-    """A line and the Ray call that serves it."""
-
-    def __init__(self, line: DriverLine | TcpDriverLine) -> None:
-        self.line = line
-        self.ref: Any = None  # of the call, once that was made
-        # Messages that the call itself carries, so that the driver need not accept the worker's connection first.
-        self.early: list[Any] = []  # pickled, or by reference
-        self.paused = False
-        self.ended_at = 0.0  # time.monotonic()
-
-    def send(self, message: Any, *, carries: bool = False) -> None:
-        """Keeps a message until `flush`: for the line, or for the call, if it `carries` Ray's references."""
-        if carries:
-            self.early.append(message)
-        elif self.ref is None:
-            self.early.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        else:
-            self.line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
 class ActorLine(ActorCalls, LineCalls):
-    """A line, served by one long Ray call; calls that are not for the line go through Ray, after those made so far.
+    """A line, served by one long Ray call.
 
     Raises:
         LineError: no line can be made here.
     """
 
+    _line: DriverLine | TcpDriverLine
     _cause_patience = CAUSE_PATIENCE_S
 
-    def __init__(self, process: Actor, mailbox: Mailbox) -> None:
-        super().__init__(process, mailbox)
-        # Messages are sent over the last one; older ones may still deliver answers.
-        self._served: deque[_Served] = deque([_Served(self._new_line())])
-
-    def _new_line(self) -> DriverLine | TcpDriverLine:
-        return DriverLine(self._is_actor)
-
-    @override
-    def _send(self, message: Any, *, carries: bool = False) -> None:
-        # A call of its own carries references to Ray's objects: only Ray's calls keep the owners of these informed.
-        if carries and self._served and self._served[-1].ref is not None:
-            self._pause()
-        self._newest().send(message, carries=carries)
+    def __init__(self, process: Actor, mailbox: Mailbox, line: TcpDriverLine | None = None) -> None:
+        super().__init__(process, mailbox, line or DriverLine(self._is_actor))
+        self._served: Ref = None  # the call that serves the line, once that was made
+        # Messages that the call itself carries, so that the driver need not accept the worker's connection first.
+        self._early: list[bytes] = []
+        self._ended_at = 0.0  # time.monotonic()
 
     @override
-    def _pause(self) -> None:
-        self.flush()
-        if self._served and self._served[-1].ref is not None and not self._served[-1].paused:
-            self._served[-1].paused = True
-            self._served[-1].line.finish()
-
-    def _newest(self) -> _Served:
-        if not self._served or self._served[-1].paused:
-            self._served.append(_Served(self._new_line()))
-        return self._served[-1]
+    def _send(self, message: Any) -> None:
+        if self._served is not None:
+            super()._send(message)
+        else:
+            self._early.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def _is_actor(self, pid: int) -> bool:
         try:
@@ -339,91 +302,63 @@ class ActorLine(ActorCalls, LineCalls):
 
     @override
     def flush(self) -> None:
-        if not self._served:
-            return
-        if self._served[-1].early:
-            self._serve(self._served[-1])
-        self._served[-1].line.flush()
+        if self._early:
+            self._serve()
+        super().flush()
 
-    def _serve(self, served: _Served) -> None:
-        early, served.early = served.early, []
-        served.ref = self.process.handle.serve.remote(served.line.address, early)
-        watch(self._mailbox, served.ref, self)
-
-    @override
-    def descriptors(self) -> Iterator[tuple[int, int]]:
-        for served in list(self._served):
-            yield from served.line.descriptors
-
-    @property
-    @override
-    def quiet_line(self) -> Line | None:
-        if len(self._served) != 1:
-            return None
-        served = self._served[0]
-        return served.line if served.line.is_quiet and not served.ended_at else None
+    def _serve(self) -> None:
+        early, self._early = self._early, []
+        self._served = self.process.handle.serve.remote(self._line.address, early)
+        watch(self._mailbox, self._served, self)
 
     @property
     @override
     def patience(self) -> float:
-        ended = [served.ended_at for served in self._served if served.ended_at]
-        return max(0.0, min(ended) + self._cause_patience - time.monotonic()) if ended else super().patience
-
-    @override
-    def read(self) -> None:
-        for served in list(self._served):
-            served.line.read()
+        if not self._ended_at or self._line.closed:
+            return super().patience
+        return max(0.0, self._ended_at + self._cause_patience - time.monotonic())
 
     @override
     def receive(self) -> list[Message]:
-        messages: list[Message] = []
-        for served in list(self._served):
-            line = served.line
-            if line.unsent:
-                line.flush()
-            if served.ref is None:
-                continue
-            answer = self._mailbox[served.ref]  # first: nothing comes over the line after that
-            if answer is not NONE_YET:
-                line.read(wait=True)
-            messages += map(unpacked, line.arrived())
-            if answer is not NONE_YET:
-                self._mailbox.forget(served.ref)
-                messages += self._ended(served, answer)
-            elif line.refused:
-                self.close()
-                messages.append(LineRefused(line.refused))
-            elif line.fault:
-                messages.append(self._ended_by(LineError(line.fault)))
-            elif line.ended and not served.ended_at:
-                served.ended_at = time.monotonic()
-            elif line.ended and time.monotonic() > served.ended_at + self._cause_patience:
-                messages.append(self._ended_by(None))
-            if not self._served:
-                break  # closed: it has no further answers, and no other line either
+        line = self._line
+        if line.unsent:
+            line.flush()
+        if self._served is None:
+            return []
+        answer = self._mailbox[self._served]  # first: nothing comes over the line after that
+        if answer is not NONE_YET:
+            line.read(wait=True)
+        messages: list[Message] = list(map(unpacked, line.arrived()))
+        if answer is not NONE_YET:
+            self._mailbox.forget(self._served)
+            messages.append(self._ended(answer))
+        elif line.refused:
+            self.close()
+            messages.append(LineRefused(line.refused))
+        elif line.fault:
+            messages.append(self._ended_by(LineError(line.fault)))
+        elif line.ended and not self._ended_at:
+            self._ended_at = time.monotonic()
+        elif line.ended and time.monotonic() > self._ended_at + self._cause_patience:
+            messages.append(self._ended_by(None))
         return messages
 
-    def _ended(self, served: _Served, answer: Any) -> list[Message]:
-        """Interprets the end of the call that served a line."""
+    def _ended(self, answer: Any) -> Message:
+        """Interprets the end of the call that served the line."""
         if isinstance(answer, Exception):
-            return [self._ended_by(answer)]
+            return self._ended_by(answer)
         end: Served = answer
         if end.answer is not None:
-            self._serve(served)
-            return [(Up.ANSWER, *end.answer)]
-        if served.paused and not end.refused:
-            served.line.close()
-            self._served.remove(served)
-            return []
+            self._serve()
+            return (Up.ANSWER, *end.answer)
         self.close()
-        return [LineRefused(end.refused or "the driver did not let it in: it runs as another user")]
+        return LineRefused(end.refused or "the driver did not let it in: it runs as another user")
 
     @override
     def close(self) -> None:
-        for served in list(self._served):
-            self._mailbox.forget(served.ref)
-            served.line.close()
-        self._served.clear()
+        self._mailbox.forget(self._served)
+        self._served = None
+        super().close()
 
 
 class TcpCalls(ActorLine):
@@ -440,12 +375,7 @@ class TcpCalls(ActorLine):
     _cause_patience = REMOTE_CAUSE_PATIENCE_S
 
     def __init__(self, process: Actor, mailbox: Mailbox, host: str, new_buffer: Callable[[int], memoryview]) -> None:
-        self._host, self._new_buffer = host, new_buffer
-        super().__init__(process, mailbox)
-
-    @override
-    def _new_line(self) -> TcpDriverLine:
-        return TcpDriverLine(self._host, self._new_buffer)
+        super().__init__(process, mailbox, TcpDriverLine(host, new_buffer))
 
     @property
     @override

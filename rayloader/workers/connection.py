@@ -22,6 +22,7 @@ import contextlib
 import functools
 import math
 import operator
+import pickle
 import select
 import time
 from abc import ABC, abstractmethod
@@ -190,14 +191,24 @@ class Channel(ABC):
 
 
 class LineCalls(Channel):
-    """Calls over a line; batches travel in the process's arena."""
+    """Calls over a line; batches travel in the process's arena.
+
+    Args:
+        process: the one that it leads to.
+        mailbox: of its fleet.
+        line: its driver's end.
+    """
 
     arena: FileAddress | None = None  # that the process was told over the line
     lends = True  # whether the process can open an arena
 
-    @abstractmethod
-    def _send(self, message: Any, *, carries: bool = False) -> None:
-        """Keeps a message until `flush`; `carries`: it holds references to Ray's objects."""
+    def __init__(self, process: Any, mailbox: Mailbox, line: Line) -> None:
+        super().__init__(process, mailbox)
+        self._line = line
+
+    def _send(self, message: Any) -> None:
+        """Keeps a message until `flush`."""
+        self._line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     @property
     @override
@@ -207,22 +218,47 @@ class LineCalls(Channel):
     @override
     def run(self, task: Task) -> Lent | None:
         process, indices = self.process, in_message(task.indices.encoded)
+        if indices[2]:
+            raise TypeError(
+                "the sampler yields references to Ray's objects, which workers get by Ray calls only; create the "
+                "loader with arenas=False"
+            )
         process.calls += 1
         lent, news = process.lane.lend(self.arena) if self.lends else (None, None)
         if lent is not None:
             self.arena = lent.arena.address
-        self._send((Down.RUN, process.calls, task.task_id, indices, news), carries=bool(indices[2]))
+        self._send((Down.RUN, process.calls, task.task_id, indices, news))
         return lent
 
     @override
     def rebuild(self, tasks: Sequence[Task]) -> None:
-        carries = any(task.indices.encoded.carried for task in tasks)
-        self._send((Down.REBUILD, *self._to_rebuild(tasks)), carries=carries)
+        self._send((Down.REBUILD, *self._to_rebuild(tasks)))
 
     @override
     def resume(self, resumed: Resumed) -> None:
         self.process.calls += 1
         self._send((Down.RESUME, self.process.calls, *resumed))
+
+    @override
+    def flush(self) -> None:
+        self._line.flush()
+
+    @override
+    def descriptors(self) -> Iterator[tuple[int, int]]:
+        yield from self._line.descriptors
+
+    @property
+    @override
+    def quiet_line(self) -> Line | None:
+        return self._line if self._line.is_quiet else None
+
+    @override
+    def read(self) -> None:
+        self._line.read()
+
+    @override
+    def close(self) -> None:
+        self._line.close()
 
 
 class Processes(ABC):

@@ -1,16 +1,14 @@
 """The forks of one fleet: made by a zygote, and reached over lines.
 
-Promise: each fork sees the program as it was when the fleet began. If the zygote is killed, and its forks with it, or
-if it does not answer, another one is forked from the program as it is by then, which the log says: batches that are
-built again are compared with the delivered ones.
+Promise: each fork sees the program as it was when the fleet began. If the zygote is killed, and its forks with it,
+another one is forked from the program as it is by then, which the log says: batches that are built again are compared
+with the delivered ones.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -20,13 +18,14 @@ from typing import Any
 from typing_extensions import override
 
 from rayloader.errors import exit_in_words
+from rayloader.interrupts import TICK_S
 from rayloader.protocol import Down, Setup, Up, WorkerAddress
 from rayloader.resume.snapshot import WorkerState
 from rayloader.transport.line import Line, LineError, WatchingLine, pair, unpacked
 from rayloader.transport.memory_file import this_machine
 from rayloader.workers.connection import Channel, LineCalls, Mailbox, Message, Process, Processes, Started
 from rayloader.workers.janitor import janitor
-from rayloader.workers.zygote import REMEDY, SILENCE_SECONDS, Zygote
+from rayloader.workers.zygote import REMEDY, Zygote
 
 logger = logging.getLogger("rayloader")
 
@@ -68,19 +67,13 @@ class Fork(Process):
 
 
 class ForkCalls(LineCalls):
-    """The line to a fork, over which it is told everything.
-
-    Args:
-        process: the fork.
-        mailbox: of its fleet.
-        line: its driver's end.
-    """
+    """The line to a fork, over which it is told everything."""
 
     process: Fork
+    _line: WatchingLine
 
     def __init__(self, process: Fork, mailbox: Mailbox, line: WatchingLine) -> None:
-        super().__init__(process, mailbox)
-        self._line = line
+        super().__init__(process, mailbox, line)
         self._is_known = False  # the process
         self._started = Started()
 
@@ -91,19 +84,6 @@ class ForkCalls(LineCalls):
         self._started = Started()
         return self._started
 
-    @override
-    def _send(self, message: Any, *, carries: bool = False) -> None:
-        if carries:
-            raise TypeError(
-                "the sampler yields references to Ray's objects, which a forked worker cannot get; create the loader "
-                'with workers="ray"'
-            )
-        self._line.queue(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    @override
-    def flush(self) -> None:
-        self._line.flush()
-
     @property
     def _awaits_zygote(self) -> bool:
         """Whether the zygote is to say which process it is, or how it has ended."""
@@ -111,26 +91,19 @@ class ForkCalls(LineCalls):
 
     @override
     def descriptors(self) -> Iterator[tuple[int, int]]:
-        yield from self._line.descriptors
+        yield from super().descriptors()
         if self._awaits_zygote:
             yield from self.process.zygote.descriptors
 
     @property
     @override
     def quiet_line(self) -> Line | None:
-        return self._line if self._line.is_quiet and self._is_known else None
+        return super().quiet_line if self._is_known else None
 
     @property
     @override
     def patience(self) -> float:
-        if not self._awaits_zygote:
-            return super().patience
-        left = self.process.zygote.patience
-        return max(0.0, left) if left < math.inf else 0.0  # then another channel has taken the answer
-
-    @override
-    def read(self) -> None:
-        self._line.read()
+        return TICK_S if self._awaits_zygote else super().patience  # another channel may have taken the answer
 
     @override
     def receive(self) -> list[Message]:
@@ -152,10 +125,6 @@ class ForkCalls(LineCalls):
             messages.append(self._ended_by(None))
         return messages
 
-    @override
-    def close(self) -> None:
-        self._line.close()
-
 
 class Forks(Processes):
     """The forks of one fleet.
@@ -168,21 +137,15 @@ class Forks(Processes):
         janitor.start()
         self._work = work
         self.zygote = Zygote(work)
-        self._silent: list[Zygote] = []  # replaced; they may have forks that work
         self._forks: list[Fork] = []
 
     @override
     def lend(self, count: int, *, fresh: bool = True) -> list[Fork]:
         if not self.zygote.lives:
-            why = (
-                f"has not answered for {SILENCE_SECONDS:g} s"
-                if self.zygote.descriptors
-                else "was killed, and they with it"
-            )
             logger.warning(
-                "rayloader: the process that forks workers %s; workers are forked from the program as it is now", why
+                "rayloader: the process that forks workers was killed, and they with it; workers are forked from the "
+                "program as it is now"
             )
-            self._silent.append(self.zygote)
             self.zygote = Zygote(self._work)
         new = [Fork(self.zygote) for _ in range(count)]
         self._forks += new
@@ -197,8 +160,7 @@ class Forks(Processes):
 
     @override
     def release(self, *, busy: bool, reuse: bool) -> None:
-        for zygote in (*self._silent, self.zygote):
-            zygote.close()
+        self.zygote.close()
         for fork in self._forks:
             fork.lane.close()
         self._forks.clear()

@@ -18,10 +18,9 @@ The zygote runs none of it: it serves within the first of all callbacks in the c
 These are made by a plain `fork()`, which is safe in a process of one thread whose interpreter was just made ready for
 that.
 
-NOTE [Silence]. The zygote may be stopped (`SIGSTOP`, a debugger), and then answers nothing, while its forks work on. So
-the driver never waits for it: questions are sent, and answers are read when they have come. After `SILENCE_SECONDS`
-without an answer it counts as dead, for the questions that are open and for new forks. It is killed only when it is
-closed and late, because its forks are killed with it.
+NOTE [Answers]. The zygote may be slow, or stopped (`SIGSTOP`, a debugger), while its forks work on. So the driver never
+waits for it: questions are sent, and answers are read when they have come. It is killed only when it is closed and
+late, because its forks are killed with it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ import errno
 import functools
 import gc
 import itertools
-import math
 import os
 import pickle
 import select
@@ -57,9 +55,6 @@ REMEDY = (
 )
 # How long forks may continue after the end of their lines: as long as torch waits for a worker.
 END_SECONDS = 5.0
-# After so many seconds in which it has answered nothing that it was asked, a zygote counts as dead. It is idle, so what
-# takes longest is to fork a program with a lot of memory, and to wait a second for the end of a fork.
-SILENCE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 1 << 12  # more than any message has
 _CLOSED_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -69,7 +64,7 @@ _python = ctypes.PyDLL(None, use_errno=True)  # the same, but its functions keep
 
 
 class Zygote:
-    """The driver's end. Nothing here waits for answers; see NOTE [Silence].
+    """The driver's end. Nothing here waits for answers; see NOTE [Answers].
 
     Args:
         work: what a fork does with the descriptor of its end of a line.
@@ -88,8 +83,6 @@ class Zygote:
     def __init__(self, work: Callable[[int], object]) -> None:
         self._lock = new_lock()
         self._numbers = itertools.count(1)
-        self._unanswered = 0  # questions
-        self._heard_at = 0.0  # time.monotonic(): of its last answer, or of the first question after that
         self.pids: dict[int, int] = {}
         self.failed: dict[int, str] = {}
         self.statuses: dict[int, int | None] = {}
@@ -130,7 +123,7 @@ class Zygote:
         If there will be no such process, the line ends, or the zygote does not live.
         """
         number = next(self._numbers)
-        self._ask(("fork", number, *new_identity()), end)
+        self._tell(("fork", number, *new_identity()), end)
         return number
 
     def kill(self, number: int) -> None:
@@ -139,13 +132,13 @@ class Zygote:
 
     def ask_status(self, number: int) -> None:
         """Asks how a fork has ended, whose line has."""
-        self._ask(("status", number))
+        self._tell(("status", number))
 
     @property
     def lives(self) -> bool:
         """Whether it may answer what it was asked, and can fork."""
         self.read()
-        return self._control is not None and self.patience > 0
+        return self._control is not None
 
     def read(self) -> None:
         """Takes the answers that have come."""
@@ -154,29 +147,15 @@ class Zygote:
                 pass
 
     @property
-    def patience(self) -> float:
-        """How many seconds are left for its next answer; infinitely many if it owes none."""
-        return self._heard_at + SILENCE_SECONDS - time.monotonic() if self._unanswered else math.inf
-
-    @property
     def descriptors(self) -> list[tuple[int, int]]:
         """What to wait for until it has answered, with the events of `select.poll`."""
         control = self._control
         return [] if control is None else [(control.fileno(), select.POLLIN)]
 
-    def _ask(self, question: tuple[Any, ...], *files: socket.socket) -> None:
-        with self._lock:
-            if not self._unanswered:
-                self._heard_at = time.monotonic()
-            self._unanswered += 1
-            self._tell(question, *files)
-
     def _tell(self, message: tuple[Any, ...], *files: socket.socket) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it is dead, or does not read: `lives` shows that
-            if not self.lives or (control := self._control) is None:
-                return
-            # There is room, unless it has been told hundreds of things at once.
-            if poll(control.fileno(), select.POLLOUT, int(1000 * min(self.patience, SILENCE_SECONDS))):
+        with self._lock, contextlib.suppress(OSError):  # it is dead: `lives` shows that
+            if self.lives and (control := self._control) is not None:
+                poll(control.fileno(), select.POLLOUT)  # there is room, unless it has been told hundreds of things
                 socket.send_fds(control, [pickle.dumps(message)], [file.fileno() for file in files], SENDING)
 
     def _read(self) -> bool:
@@ -197,8 +176,6 @@ class Zygote:
                 self.pids[number] = pid
             case ("failed", number, reason):
                 self.failed[number] = reason
-        self._unanswered -= 1  # last: after an interrupt it is still owed
-        self._heard_at = time.monotonic()
         return True
 
     def close(self) -> None:

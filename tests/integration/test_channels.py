@@ -62,7 +62,9 @@ class Requests(Dataset):
             case "exit":
                 raise SystemExit(3)
             case "reference":
-                return ray.put(("back", ray.get(value)))
+                return ray.put(("back", value))
+            case "fetch":
+                return torch.tensor(ray.get(value))
         return torch.tensor(value)
 
 
@@ -79,12 +81,17 @@ class Peer:
         self.mailbox = Mailbox()
         if kind == "line":
             self.actor.lane.refused("as planned")
-        self.channel = self._channel()
-        self.mailbox.add(self.channel)
         self.worker = Worker(worker.setup, Journal(), self.actor, self.mailbox)
         self.source = source
-        self.worker.begin(source)
+        self.begin()
         self.tasks, self.checksum = {}, 0
+
+    def begin(self):
+        """Begins the worker over a new channel."""
+        self.mailbox.remove(self.actor)
+        self.channel = self._channel()
+        self.mailbox.add(self.channel)
+        self.worker.begin(self.source)
 
     def _channel(self):
         if self.kind == "calls":
@@ -229,23 +236,22 @@ def what_the_users_code_raises_is_an_answer(peer):
     assert peer.batch(right).tolist() == [1]
 
 
-def references_to_rays_objects_arrive_in_both_directions_and_in_their_turn(peer):
-    reference = ray.put("sent")
+def references_to_rays_objects_come_back_in_their_turn(peer):
     peer.run(("value", 1))
-    peer.run(("reference", reference))
+    peer.run(("reference", "sent"))
     peer.run(("value", 2))
     before, (came,), after = map(peer.batch, peer.hear(3))
     assert (before.tolist(), ray.get(came), after.tolist()) == ([1], ("back", "sent"), [2])
 
 
-def other_calls_of_the_actor_come_after_a_pause_and_before_what_follows(peer):
-    for round_number in range(3):
-        for number in range(3):
-            peer.run(("value", number))
-        peer.worker.begin(peer.source)
-        peer.run(("value", round_number))
-        batches = [peer.batch(message).tolist() for message in peer.hear(4)]
-        assert batches == [[0], [1], [2], [round_number]]
+def references_to_rays_objects_are_sent_by_ray_calls_only(peer):
+    reference = ray.put(7)
+    if peer.kind == "calls":
+        peer.run(("fetch", reference))
+        assert peer.batch(peer.hear()[0]).tolist() == [7]
+    else:
+        with pytest.raises(TypeError, match="arenas=False"):
+            peer.run(("fetch", reference))
 
 
 def it_says_what_it_is(peer):
@@ -260,8 +266,8 @@ CHECKS = (
     answers_come_in_the_order_of_the_calls_each_with_its_own_batch,
     batches_of_any_size_are_the_drivers_own_and_can_be_written_to,
     what_the_users_code_raises_is_an_answer,
-    references_to_rays_objects_arrive_in_both_directions_and_in_their_turn,
-    other_calls_of_the_actor_come_after_a_pause_and_before_what_follows,
+    references_to_rays_objects_come_back_in_their_turn,
+    references_to_rays_objects_are_sent_by_ray_calls_only,
     it_says_what_it_is,
 )
 
@@ -275,7 +281,7 @@ def test_what_is_rebuilt_and_the_next_epoch_are_answered_in_their_turn(any_peer)
     built = any_peer.run(("value", 5))
     _, result = any_peer.answer(any_peer.hear()[0])
     built.digest = result.digest
-    any_peer.worker.begin(any_peer.source)
+    any_peer.begin()
     replayed = any_peer.worker.rebuild([built])
     any_peer.worker.resume(Resumed(1, None, None))
     resumed = any_peer.actor.calls
@@ -370,17 +376,14 @@ def test_a_process_that_is_not_the_workers_is_not_let_in_and_that_is_told(peer, 
 def test_a_line_that_nobody_can_reach_is_refused_and_ray_calls_take_its_place(peer, kind):
     refused = peer(kind)
     refused.run(("value", 0))
-    address = refused.channel._served[-1].line.address
+    address = refused.channel._line.address
     elsewhere = address._replace(name="rayloader-line-0") if kind == "arena" else dataclasses.replace(address, port=1)
-    refused.channel._served[-1].line.address = elsewhere
+    refused.channel._line.address = elsewhere
     (message,) = refused.hear()
     assert isinstance(message, LineRefused)
     refused.check_closed()
-    refused.mailbox.remove(refused.actor)
     refused.kind = "calls"
-    refused.channel = refused._channel()
-    refused.mailbox.add(refused.channel)
-    refused.worker.begin(refused.source)
+    refused.begin()
     refused.run(("value", 3))
     assert refused.batch(refused.hear()[0]).tolist() == [3]
 

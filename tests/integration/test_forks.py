@@ -138,23 +138,6 @@ def stop(pid):
         pass
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_zygote_counts_as_dead_but_not_its_workers(kind, monkeypatch, caplog):
-    monkeypatch.setattr(zygote, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(zygote, "END_SECONDS", 0.5)
-    iterator = iter(load(KINDS[kind](), prefetch_factor=2))
-    batches = [next(iterator).tolist() for _ in range(3)]
-    stopped, other = psutil.Process(pid_of_zygote(iterator)), pid_of(iterator, 0)
-    stop(stopped.pid)
-    kill_worker(iterator, 1)
-    batches += [next(iterator).tolist() for _ in range(8)]
-    assert pid_of(iterator, 0) == other
-    assert [batches + taken(iterator)] == torchs(kind, prefetch_factor=2)
-    assert [line for line in lines(caplog) if "the process that forks workers has not answered for" in line]
-    assert len(lines(caplog)) == 2
-    stopped.wait(EXIT_LIMIT)
-
-
 def test_the_socket_of_a_zygote_may_be_finalized_before_the_zygote():
     made = zygote.Zygote(lambda end: None)
     with warnings.catch_warnings(record=True) as warned:
@@ -176,13 +159,11 @@ def test_a_zygote_that_is_stopped_before_it_has_forked(monkeypatch):
     iterator = iter(load(Drawing(), timeout=0.5))
     with pytest.raises(BatchTimeoutError):
         next(iterator)
-    monkeypatch.setattr(zygote, "SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(zygote, "END_SECONDS", 0.5)
     assert [taken(load(Drawing()))] == torchs("map-style")
 
 
-def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped(monkeypatch):
-    monkeypatch.setattr(zygote, "SILENCE_SECONDS", 1e6)
+def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped():
     iterator = iter(load(Drawing(), prefetch_factor=2))
     batches = [next(iterator).tolist() for _ in range(3)]
     stop(pid_of_zygote(iterator))

@@ -56,9 +56,11 @@ def test_an_epoch_that_is_resumed_and_broken_off_at_once_is_as_if_it_had_gone_on
     assert [batch.tolist() for batch in begun(state)] == [batch.tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("arenas", [True, False])
-def test_a_sampler_may_give_references_to_rays_objects(arenas):
-    loader = DataLoader(Fetching(), batch_size=2, sampler=References(), num_workers=2, arenas=arenas, timeout=20)
+def test_a_sampler_may_give_references_to_rays_objects_where_ray_carries_the_batches():
+    loader = DataLoader(Fetching(), batch_size=2, sampler=References(), num_workers=2, timeout=20)
+    with pytest.raises(TypeError, match="arenas=False"):
+        list(loader)
+    loader = DataLoader(Fetching(), batch_size=2, sampler=References(), num_workers=2, arenas=False, timeout=20)
     assert torch.cat(list(loader)).tolist() == list(range(6))
 
 

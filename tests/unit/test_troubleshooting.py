@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import IterableDataset
@@ -157,9 +158,10 @@ def refused() -> None:
 
 
 def with_references() -> None:
-    from rayloader.workers.forks import ForkCalls
+    from rayloader.workers.connection import LineCalls
 
-    ForkCalls._send(None, None, carries=True)  # type: ignore[arg-type]
+    encoded = SimpleNamespace(skeleton=b"", buffers=[], carried=["a reference"])
+    LineCalls.run(SimpleNamespace(process=None), SimpleNamespace(indices=SimpleNamespace(encoded=encoded)))  # type: ignore[arg-type]
 
 
 def start_timeout() -> None:
