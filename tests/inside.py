@@ -109,7 +109,7 @@ def taken_from(iterator):
 
 def lock_of(pool):
     """The lock that is held while a lost worker is replaced."""
-    return pool._lifetimes._lock
+    return pool._lock
 
 
 def pool_if_any():

@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from rayloader.actors import session
 from rayloader.actors._compat_ray import said_of_end
-from rayloader.actors.cluster import wanted
 from rayloader.actors.image import Image
 from rayloader.interrupts import Bell
 from rayloader.protocol import NONE_YET
@@ -106,10 +105,11 @@ class Lease:
 
 
 class ActorState(Enum):
-    """Whom an actor works for; see lifetimes.py."""
+    """Whom an actor works for; see pool.py."""
 
     LENT = "lent"  # to the lease of a fleet
     IDLE = "idle"  # told to stop, or made in advance: free for any loader with the same options
+    ENDING = "ending"  # finalizes what user code has left: nobody can have it any more
     GONE = "gone"  # killed, or to be forgotten with its session
 
 
@@ -127,12 +127,9 @@ class Actor(Process):
     had_room: bool | None
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it
     state: ActorState = ActorState.LENT
-    stopped: RayAnswer | None = None  # to `stop`
-    was_busy: bool = False  # when it was told to stop: user code may go on with what nobody wants any more
-    stop_by: float = math.inf  # time.monotonic(): when it is killed if it is to end and has not answered
-    keep_until: float = math.inf  # time.monotonic(); while it is idle
+    stopped: RayAnswer | None = None  # to `stop`, or to `end`
+    keep_until: float = math.inf  # time.monotonic(): when it is to end if it is idle, or is killed if it is ending
     no_line: str = ""  # why no line can reach it
-    ends: bool = False  # as soon as it has stopped; nobody can have it any more
     hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
 
     @property
@@ -141,19 +138,10 @@ class Actor(Process):
         return self.stopped is not None and self.stopped.value is NONE_YET
 
     @property
-    def node_id(self) -> str:
-        """Where it runs; "" if that is not known yet."""
-        return "" if self.address is None else self.address.node_id
-
-    @property
-    def holds(self) -> Mapping[str, float]:
-        """What it takes from others as long as it runs, idle or not, by Ray's names; nothing before."""
-        return {} if self.address is None else wanted(self.options).amounts
-
-    @property
     def is_near(self) -> bool:
         """Whether it is known to be on this machine and to open our files."""
-        return self.address is not None and self.node_id == session.node_id() and self.address.reaches_driver
+        address = self.address
+        return address is not None and address.node_id == session.node_id() and address.reaches_driver
 
     @override
     def cause(self, error: Exception | None) -> str:
@@ -177,9 +165,3 @@ class Actor(Process):
         """Calls `WorkerProcess.host`, so that the other actors of its node can open the image."""
         call = self.handle.host.remote(image.address.name, image.address, content)
         self.hosted = image.address.name, RayAnswer(call)
-
-    def hosts(self, image: Image) -> bool:
-        """Whether it holds that image for its node by now."""
-        if self.hosted is None or self.hosted[0] != image.address.name:
-            return False
-        return self.hosted[1].succeeded and self.hosted[1].value is not None

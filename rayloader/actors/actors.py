@@ -95,12 +95,12 @@ class Actors(Processes):
         self._pool.kill(process)
 
     @override
-    def release(self, *, busy: bool, reuse: bool) -> None:
+    def release(self, *, reuse: bool) -> None:
         lease, self._lease = self._lease, None
         self.replica = None  # the iterator may live on
         if lease is not None:
             self._memory.close()  # parts in use stay until their last view has died
-            self._pool.end(lease, busy=busy, reuse=reuse)
+            self._pool.end(lease, reuse=reuse)
 
     @property
     @override
@@ -169,10 +169,8 @@ class Actors(Processes):
         if where is None or actor.is_near:
             return source
         near = [a for a in others if not a.lost and a.address is not None and a.address.location == where.location]
-        hosts = [a for a in near if a.hosts(image)]
-        hosts += [a for a in near if a.hosted is not None and a.hosted[0] == image.address.name]
-        host = hosts[0] if hosts else actor
-        if not hosts:
+        host = next((a for a in near if a.hosted is not None and a.hosted[0] == image.address.name), actor)
+        if host.hosted is None or host.hosted[0] != image.address.name:
             if not content:
                 content.append(ray.put(PickleBuffer(image.content())))
             host.host(image, content[0])

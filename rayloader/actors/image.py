@@ -334,24 +334,17 @@ def encode_replica(replica: Replica) -> codec.Encoded:
     names = "dataset", "collate_fn", "worker_init_fn", "collate_fn_map"
     encoded = encode(replica, {name: getattr(replica, name) for name in names}, "the workers")
     if encoded.copied is not None:
-        _warn_of_copy(*encoded.copied)
+        function, generator = encoded.copied
+        warnings.warn(
+            f"the workers have a copy of the random generator {generator} for {function}, and another one for the rest "
+            "of its module; define the function at the top level of its module, or let the dataset hold the generator",
+            stacklevel=1,
+        )
     copied = (buffer for number, buffer in enumerate(encoded.buffers) if number not in encoded.mapped)
     if (path := shared_file(map(address_of_buffer, copied))) is not None:
-        _warn_of_shared_memory(path)
+        warnings.warn(
+            f"the dataset holds a tensor or an array in memory that processes share, {path}, of which the workers get "
+            'a copy; hold the np.memmap, RawArray or tensor after share_memory_() itself, or use workers="fork"',
+            stacklevel=1,
+        )
     return encoded
-
-
-def _warn_of_copy(function: str, generator: str) -> None:
-    warnings.warn(
-        f"the workers have a copy of the random generator {generator} for {function}, and another one for the "
-        "rest of its module; define the function at the top level of its module, or let the dataset hold the generator",
-        stacklevel=2,
-    )
-
-
-def _warn_of_shared_memory(path: str) -> None:
-    warnings.warn(
-        f"the dataset holds a tensor or an array in memory that processes share, {path}, of which the workers get a "
-        'copy; hold the np.memmap, RawArray or tensor after share_memory_() itself, or use workers="fork"',
-        stacklevel=2,
-    )

@@ -98,7 +98,7 @@ class ForkCalls(LineCalls):
     @property
     @override
     def quiet_line(self) -> Line | None:
-        return super().quiet_line if self._is_known else None
+        return self._line if self._is_known and self._line.is_quiet else None
 
     @property
     @override
@@ -159,7 +159,7 @@ class Forks(Processes):
         process.lane.close()
 
     @override
-    def release(self, *, busy: bool, reuse: bool) -> None:
+    def release(self, *, reuse: bool) -> None:
         self.zygote.close()
         for fork in self._forks:
             fork.lane.close()

@@ -37,7 +37,6 @@ class Janitor:
 
     Args:
         tidies: as below.
-        name: of the thread.
 
     Attributes:
         between_jobs: makes what is entered around each job: a lock of actors/session.py, where Ray is used.
@@ -45,9 +44,8 @@ class Janitor:
             there is none.
     """
 
-    def __init__(self, *tidies: Callable[[], float | None], name: str = "rayloader-janitor") -> None:
+    def __init__(self, *tidies: Callable[[], float | None]) -> None:
         self.tidies = list(tidies)
-        self._name = name
         self.between_jobs: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._abandoned: Any = None
         self._begin()
@@ -65,7 +63,7 @@ class Janitor:
     def start(self) -> None:
         """Starts the thread unless it runs; it also does the jobs that came before. Not for finalizers."""
         if self._thread is None or self._thread.spent:
-            self._thread = DaemonThread(self._work, self._name)
+            self._thread = DaemonThread(self._work, "rayloader-janitor")
         self._thread.start()
 
     def later(self, job: Job) -> None:

@@ -65,9 +65,6 @@ class Process:
     def host(self, image: Any, contents: object) -> None:
         self.hosted = image.address.name, SimpleNamespace(succeeded=True, value="address", ref=f"of {id(self)}")
 
-    def hosts(self, image: Any) -> bool:
-        return self.hosted is not None and self.hosted[0] == image.address.name
-
     def has_started(self) -> bool:
         if isinstance(self.answer, NeverStarts):
             raise self.answer
@@ -121,7 +118,7 @@ class World:
     def check(self) -> None:
         pass
 
-    def end(self, lease: object, *, busy: bool, reuse: bool) -> None:
+    def end(self, lease: object, *, reuse: bool) -> None:
         self.killed += self.new
 
     def lend(self, lease: object, remote_args: object, count: int, *, fresh: bool) -> list[Process]:
