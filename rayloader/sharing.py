@@ -245,7 +245,7 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
     def _ask(self, number: int) -> None:
         """Asks for the items from a number on."""
         call = self._calls.begin("read", *self._me, (self.epoch, self._taken), number, self._set_to)
-        self._bundles.append(self._calls.bundle(call, self._bell))
+        self._bundles.append(self._calls.bundle(call, self._bell.ring))
         self._told, self._told_at = self._taken, time.monotonic()
 
     def _tell(self, epoch: int, taken: int) -> None:

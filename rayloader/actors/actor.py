@@ -24,7 +24,7 @@ from rayloader.actors._compat_ray import said_of_end
 from rayloader.actors.image import Image
 from rayloader.interrupts import Bell
 from rayloader.protocol import NONE_YET
-from rayloader.workers.connection import Channel, Mailbox, NeverStarts, Process, Started
+from rayloader.workers.connection import NeverStarts, Process, Started
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 
@@ -48,13 +48,13 @@ class RayAnswer(Started):
 
     Args:
         ref: of the call.
-        bell: rung when it comes.
+        tell: called when it has come, in one of Ray's threads.
     """
 
-    def __init__(self, ref: Any, bell: Bell | None = None) -> None:
+    def __init__(self, ref: Any, tell: Callable[[], object] = lambda: None) -> None:
         self.ref = ref
         self.value: Any = NONE_YET
-        self._bell = bell
+        self._tell = tell
         on_completed(ref, self._note)
 
     @property
@@ -64,8 +64,7 @@ class RayAnswer(Started):
 
     def _note(self, value: Any) -> None:  # in one of Ray's threads
         self.value = value
-        if self._bell is not None:
-            self._bell.ring()
+        self._tell()
 
 
 def wait_for(refs: Sequence[Any], timeout: float) -> list[Any]:
@@ -75,17 +74,11 @@ def wait_for(refs: Sequence[Any], timeout: float) -> list[Any]:
         The answer to each of them: an error of Ray's if there will be none, NONE_YET if there is none so far.
     """
     bell = Bell()
-    answers = [RayAnswer(ref, bell) for ref in refs]
+    answers = [RayAnswer(ref, bell.ring) for ref in refs]
     until = time.monotonic() + timeout
     while any(answer.value is NONE_YET for answer in answers) and (left := until - time.monotonic()) > 0:
         bell.wait(left)
     return [answer.value for answer in answers]
-
-
-def watch(mailbox: Mailbox, ref: Any, channel: Channel | None = None) -> None:
-    """Lets the answer to a call end a wait of a mailbox, and make its channel ready."""
-    if (note := mailbox.expect(ref, channel)) is not None:
-        on_completed(ref, note)
 
 
 class Lease:

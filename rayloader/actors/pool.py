@@ -44,7 +44,7 @@ import ray
 from ray.exceptions import RayError
 
 from rayloader.actors import session
-from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, on_completed, wait_for
+from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, wait_for
 from rayloader.actors.placement import Placement, wanted
 from rayloader.actors.process import WorkerProcess
 from rayloader.actors.session import SessionName
@@ -259,8 +259,7 @@ class Pool:
         if actor.stopped is None or not self.session_alive():  # no user code has run there
             self._kill(actor)
             return
-        actor.stopped = RayAnswer(actor.handle.end.remote())
-        on_completed(actor.stopped.ref, lambda _: self.kill(actor))
+        actor.stopped = RayAnswer(actor.handle.end.remote(), functools.partial(self.kill, actor))
 
     def _kill(self, actor: Actor) -> None:
         with self._lock:
@@ -292,11 +291,14 @@ class Pool:
                 self._give_back(actor)
         now, alive, ended = time.monotonic(), self.session_alive(), 0
         for actor in self.actors:
-            if not alive or (actor.state is ActorState.ENDING and actor.keep_until <= now):
-                self._kill(actor)
-            elif actor.state is ActorState.IDLE and actor.keep_until <= now:
+            state = actor.state
+            if state is ActorState.LENT or (alive and now < actor.keep_until):
+                continue
+            if state is ActorState.IDLE:
                 ended += 1
                 self._end_idle(actor)
+            else:
+                self._kill(actor)
         if ended:
             logger.info("rayloader: %d worker processes end, which have been idle for %g s", ended, GRACE_S)
         deadline = min((a.keep_until for a in self.actors if a.state is not ActorState.LENT), default=math.inf)

@@ -161,7 +161,10 @@ class Fleet:
 
     def _lend(self, count: int, *, fresh: bool) -> list[Any]:
         self.check_session()
-        return self.processes.lend(count, fresh=fresh)
+        lent = self.processes.lend(count, fresh=fresh)
+        for process in lent:
+            self.processes.watch_start(process, self.mailbox)
+        return lent
 
     def release(self, *, reuse: bool = True) -> None:
         """Gives the processes back; `reuse`: others may have them. Callable more than once; not for finalizers.
@@ -179,8 +182,6 @@ class Fleet:
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come; False if nothing has."""
         self.check_session()
-        for process in self.awaited:
-            self.processes.watch_start(process, self.mailbox)
         return self.mailbox.wait(timeout)
 
     def receive(self, *, also: Process | None = None, was_read: bool = False) -> list[tuple[Process, Message]]:

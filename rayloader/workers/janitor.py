@@ -33,7 +33,7 @@ class Janitor:
     point; in a forked child it does nothing. Jobs run one after the other in the thread, which no Ctrl-C reaches, so
     each runs to its end. The thread sleeps until a job or a deadline; it never polls.
 
-    Users' threads wait for the one that is named `rayloader-janitor`, so what it does takes an instant.
+    Users' threads wait for it, so what it does takes an instant, or has a limit: it asks Ray's GCS while actors start.
 
     Args:
         tidies: as below.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,7 @@ class Process:
         self.calls = 0
         self.hosted: Any = None
         self.started: list[Any] = []  # sources, one for each start
+        self.hello = SimpleNamespace(ref=SimpleNamespace(future=Future))
 
     def comes(self, node_id: str) -> None:
         self.answer, self.address = "hello", Address(node_id)
