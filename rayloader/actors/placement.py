@@ -2,9 +2,9 @@
 
 Promise: actors ask for what the user's options name, and otherwise for one CPU each in a Ray that was joined, for none
 in one that was started here. They wait for that with one limit, longer where something still happens: processes or
-nodes start. Any thread may call. Nobody waits for Ray's GCS, which may be away for a minute, except where processes are
-about to be created, which need it anyway: the janitor's thread asks it, for a limited time, and at most once in
-`INTERVAL_S`. Ray reports actors that wait, except for those that have to be on a certain node.
+nodes start, or Ray is to answer. Any thread may call. Nobody waits for Ray's GCS, which may be away for a minute,
+except where processes are about to be created, which need it anyway: the janitor's thread asks it, for a limited time,
+and at most once in `INTERVAL_S`. Ray reports actors that wait, except for those that have to be on a certain node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ logger = logging.getLogger("rayloader")
 
 # How long an actor may wait for its place where nothing happens.
 START_TIMEOUT_S = 60.0
-# How long where it has its place, and Ray starts its process, or where an autoscaler starts nodes. These take minutes.
+# How long where it has its place, and Ray starts its process, where an autoscaler starts nodes, and where Ray has not
+# said yet whether there is room. These take minutes.
 LONG_START_TIMEOUT_S = 600.0
 START_TIMEOUT_VARIABLE = "RAYLOADER_START_TIMEOUT"
 # When Ray is asked this long after an actor was created, the answer tells whether it has a place. A node reports ten
@@ -154,7 +155,7 @@ class Placement:
             janitor.later(self._ask)
         if self.status is not None and self.status.coming:
             self._nodes_came_at = now
-        things_happen = self.lacking(pending) == 0 or now - self._nodes_came_at <= START_TIMEOUT_S
+        things_happen = not self.lacking(pending) or now - self._nodes_came_at <= START_TIMEOUT_S
         limit = LONG_START_TIMEOUT_S if things_happen else START_TIMEOUT_S
         if text := os.environ.get(START_TIMEOUT_VARIABLE):
             limit = _seconds(text)
