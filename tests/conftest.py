@@ -90,7 +90,6 @@ def ray_session(keepers):
     # What the log holds is not to depend on how fast the machine is.
     rayloader.actors.session.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
     rayloader.actors.pool.LATE_NOTICE_S = math.inf
-    rayloader.actors.pool.GIVE_UP_S = 300.0  # which tests whose processes are to be the same rely on
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         init()  # from now on this program uses Ray
@@ -146,7 +145,7 @@ def our_threads():
 
 def check_threads(before):
     def left():
-        allowed = {"rayloader-janitor"} | ({"rayloader-session"} if _keepers else set())
+        allowed = {"rayloader-janitor", "rayloader-asks"} | ({"rayloader-session"} if _keepers else set())
         return [thread for thread in our_threads() - before if thread.name not in allowed]
 
     if left():

@@ -121,6 +121,7 @@ class Actor(Process):
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it
     state: ActorState = ActorState.LENT
     stopped: RayAnswer | None = None  # to `stop`, or to `end`
+    was_busy: bool = False  # when it was told to stop: user code may go on with what nobody wants any more
     keep_until: float = math.inf  # time.monotonic(): when it is to end if it is idle, or is killed if it is ending
     no_line: str = ""  # why no line can reach it
     hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
@@ -131,10 +132,14 @@ class Actor(Process):
         return self.stopped is not None and self.stopped.value is NONE_YET
 
     @property
+    def runs_on(self) -> str:
+        """Its node; "" if that is not known yet."""
+        return "" if self.address is None else self.address.node_id
+
+    @property
     def is_near(self) -> bool:
         """Whether it is known to be on this machine and to open our files."""
-        address = self.address
-        return address is not None and address.node_id == session.node_id() and address.reaches_driver
+        return self.address is not None and self.runs_on == session.node_id() and self.address.reaches_driver
 
     @override
     def cause(self, error: Exception | None) -> str:

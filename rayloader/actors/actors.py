@@ -95,12 +95,12 @@ class Actors(Processes):
         self._pool.kill(process)
 
     @override
-    def release(self, *, reuse: bool) -> None:
+    def release(self, *, busy: bool, reuse: bool) -> None:
         lease, self._lease = self._lease, None
         self.replica = None  # the iterator may live on
         if lease is not None:
             self._memory.close()  # parts in use stay until their last view has died
-            self._pool.end(lease, reuse=reuse)
+            self._pool.end(lease, busy=busy, reuse=reuse)
 
     @property
     @override

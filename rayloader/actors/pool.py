@@ -10,14 +10,15 @@ An actor is LENT from its creation on, to the lease of one fleet, whether it has
 ends by `end`, or with the last reference to it: its actors come back even if an exception or Ctrl-C interrupts its
 holder at any line. IDLE ones were told to stop, and are warm: what user code has left in their process is still there.
 They may be lent to any loader with the same options, though they have not answered `stop` yet. They end `GRACE_S` after
-they came back, with `shutdown()`, with the driver, or when new actors of this process find no room; those that are
-ENDING finalize what user code has left, for a limited time. Actors that `rayloader.init` has created in advance are
-IDLE without a deadline until they are lent.
+they came back, with `shutdown()`, with the driver, or at once when something else in the cluster waits for what they
+hold (placement.py); those that are ENDING finalize what user code has left, for a limited time. Actors that
+`rayloader.init` has created in advance are IDLE without a deadline until they are lent.
 
 NOTE [Slow is not dead]
 A process that gets no time on a busy machine does not answer for a while, and starting another one there takes much
-longer. So `iter()` waits for a warm actor that is late: it is given up when Ray says that it has ended, or after
-`GIVE_UP_S`, for it may be at a batch that nobody wants.
+longer. So `iter()` waits for a warm actor that is late, and for nothing else: it is given up when Ray says that it has
+ended. Only code of the user's could keep it for ever. Where no batch was under way when it was told to stop, none runs,
+and it is given up after `GIVE_UP_S`; otherwise it may be at a batch that nobody wants, and `UNWANTED_S` are enough.
 
 Threads: the users' threads lend and create, and any may ask. Everything else is done by the thread of the `Janitor`,
 which ends what finalizers leave behind, and keeps deadlines: finalizers (a lease's, a loader's, an iterator's) only
@@ -45,7 +46,7 @@ from ray.exceptions import RayError
 
 from rayloader.actors import session
 from rayloader.actors.actor import Actor, ActorState, Lease, RayAnswer, wait_for
-from rayloader.actors.placement import Placement, wanted
+from rayloader.actors.placement import INTERVAL_S, Placement, wanted
 from rayloader.actors.process import WorkerProcess
 from rayloader.actors.session import SessionName
 from rayloader.errors import RaySessionError, add_note
@@ -61,7 +62,8 @@ GRACE_S = 60.0
 # How long an actor that ends may finalize: its work is of no use any more. As long as torch waits for a worker.
 STOP_TIMEOUT_S = 5.0
 # See NOTE [Slow is not dead].
-GIVE_UP_S = 30.0
+GIVE_UP_S = 300.0
+UNWANTED_S = 30.0
 # After how many seconds of waiting for a late actor a line in the log says so.
 LATE_NOTICE_S = 5.0
 
@@ -84,7 +86,7 @@ class Pool:
         self.later = janitor.later  # passes a job to the janitor; for finalizers too, even at the interpreter's end
         self._lock = new_lock(reentrant=False)
         self._actors: list[Actor] = []  # except those that are gone
-        self.placement = Placement(self.session_alive)
+        self.placement = Placement(self.session_alive, heard=self._tidy_soon)
         self._namespace = f"rayloader-{uuid.uuid4().hex}"  # of actors' names: another process may use the same names
         self._made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # numbers of actors, by loader name
         self.without_lines: set[tuple[str, str]] = set()
@@ -141,7 +143,7 @@ class Pool:
         """Lends up to `count` idle actors, which may not be alive any more: see `_proved`."""
         with self._lock:
             idle = [actor for actor in self._actors if actor.state is ActorState.IDLE and actor.key == key]
-            idle.sort(key=lambda actor: (actor.address is None, actor.stops))  # first those that run and are free
+            idle.sort(key=lambda a: (a.address is None, a.was_busy and a.stops))  # first those that run and are free
             for actor in idle[:count]:
                 actor.lease = lease.ref
                 actor.state = ActorState.LENT
@@ -158,18 +160,26 @@ class Pool:
             return []
         asked = [actor for actor in taken if actor.stopped is not None]  # in others no user code has run
         calls = [actor.handle.hello.remote() for actor in asked]  # which comes after `stop`
-        answers = wait_for(calls, min(LATE_NOTICE_S, GIVE_UP_S))
+        limits = [UNWANTED_S if actor.was_busy else GIVE_UP_S for actor in asked]
+        began, until_notice = time.monotonic(), min([LATE_NOTICE_S, *limits])
+        answers = wait_for(calls, until_notice)
         if late := answers.count(NONE_YET):
             logger.warning(
                 "rayloader: waiting for %d warm worker processes, which have not answered for %g s: the machine is "
-                "busy, or they are still at batches that nobody wants. After %g s new ones take their place",
+                "busy, or they are still at batches that nobody wants",
                 late,
-                LATE_NOTICE_S,
-                GIVE_UP_S,
+                until_notice,
             )
-            answers = wait_for(calls, GIVE_UP_S - LATE_NOTICE_S)
         proved = [actor for actor in taken if actor.stopped is None]
-        for actor, answer in zip(asked, answers, strict=True):
+        for actor, call, answer, limit in zip(asked, calls, answers, limits, strict=True):
+            if answer is NONE_YET:
+                (answer,) = wait_for([call], began + limit - time.monotonic())
+            if answer is NONE_YET:
+                logger.warning(
+                    "rayloader: a warm worker process is ended, which has not answered for %g s; a new one takes its "
+                    "place",
+                    limit,
+                )
             if answer is NONE_YET or isinstance(answer, RayError):
                 self.kill(actor)
             else:
@@ -187,18 +197,19 @@ class Pool:
         """Creates actors in advance, for the next loaders that need them; does not wait until they run."""
         self._create(None, remote_args, count, _key(remote_args))
 
-    def end(self, lease: Lease, *, reuse: bool) -> None:
+    def end(self, lease: Lease, *, busy: bool, reuse: bool) -> None:
         """Ends a lease. Not for finalizers, nor under a lock.
 
         Args:
             lease: the caller's.
+            busy: calls may be unanswered.
             reuse: whether others may have the processes.
         """
 
         def take_back() -> None:
             for actor in self.actors:
                 if actor.lease is lease.ref:
-                    self._give_back(actor, reuse=reuse)
+                    self._give_back(actor, busy=busy, reuse=reuse)
 
         janitor.do(take_back)
 
@@ -211,24 +222,17 @@ class Pool:
         janitor.wait()
 
     def check_pending(self, pending: list[Actor], of: int) -> None:
-        """Raises WorkerStartError if these actors have not started for too long.
-
-        Idle ones that hold something end where there is no room for them.
-        """
+        """Raises WorkerStartError if these actors have not started for too long."""
         for actor in self.actors:  # those of other fleets too: where many start at once, each has to wait for its turn
             with contextlib.suppress(RayError, NeverStarts):
                 actor.has_started()
         news = [actor.started_at for actor in self.actors if actor.started_at is not None]
         waited = time.monotonic() - max([min(actor.created_at for actor in pending), *news])
         self.placement.check(pending, of, waited)
-        if self.placement.lacking(pending):
-            for actor in self.actors:
-                if actor.state is ActorState.IDLE and wanted(actor.options):
-                    self.later(functools.partial(self._end_idle, actor))
 
     # ---- in the janitor's thread
 
-    def _give_back(self, actor: Actor, *, reuse: bool = True) -> None:
+    def _give_back(self, actor: Actor, *, busy: bool = True, reuse: bool = True) -> None:
         """Tells an actor to stop, and takes it back."""
         try:
             if self.closed or not self.session_alive():
@@ -240,7 +244,7 @@ class Pool:
             self._kill(actor)
             return
         actor.lane.rest(True)
-        actor.lease, actor.keep_until = None, time.monotonic() + GRACE_S
+        actor.lease, actor.was_busy, actor.keep_until = None, busy, time.monotonic() + GRACE_S
         actor.state = ActorState.IDLE if reuse else ActorState.ENDING
         if not reuse:
             self._finalize(actor)
@@ -301,8 +305,22 @@ class Pool:
                 self._kill(actor)
         if ended:
             logger.info("rayloader: %d worker processes end, which have been idle for %g s", ended, GRACE_S)
+        looks = alive and self._make_room()
         deadline = min((a.keep_until for a in self.actors if a.state is not ActorState.LENT), default=math.inf)
+        deadline = min(deadline, now + INTERVAL_S) if looks else deadline
         return max(0.0, deadline - now) if deadline < math.inf else None
+
+    def _make_room(self) -> bool:
+        """Ends idle actors that are in the way of what else waits for room; whether there are any that hold something.
+
+        While there are, Ray is asked what waits.
+        """
+        idle = [a for a in self.actors if a.state is ActorState.IDLE and a.runs_on and wanted(a.options).amounts]
+        if idle:
+            pending = [a for a in self.actors if a.state is ActorState.LENT and a.address is None]
+            for actor in self.placement.in_the_way(idle, pending):
+                self._end_idle(actor)
+        return bool(idle)
 
     # ----
 
@@ -313,7 +331,7 @@ class Pool:
         if self._probe is not None:
             self._probe.close()
 
-    def _tidy_soon(self, _: object) -> None:
+    def _tidy_soon(self, _: object = None) -> None:
         self.later(self.tidy)
 
     def _create(self, lease: Lease | None, remote_args: dict[str, Any], count: int, key: bytes) -> list[Actor]:
@@ -395,6 +413,7 @@ def shutdown() -> None:
             _pool.shutdown()
             _pool = None
         janitor.end()
+        session.asks.end()
         session.end()
 
 

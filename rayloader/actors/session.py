@@ -13,8 +13,8 @@ NOTE [our thread and Ray's shutdown]
 While one thread runs `ray.shutdown()`, another that calls Ray, or drops the last reference to one of Ray's objects, may
 end the process or start a new cluster: the session may end between the comparison and the call (measured: in one of ten
 shutdowns that immediately followed a finalizer). So `ray.shutdown` is wrapped here: it waits until the janitor's
-thread is between two jobs, and that waits until the shutdown is over. At interpreter exit Ray calls its own function,
-not the wrapper; by then the thread has ended.
+thread, and the one that asks Ray's GCS, are between two jobs, and these threads wait until the shutdown is over. At
+interpreter exit Ray calls its own function, not the wrapper; by then both have ended.
 
 NOTE [who starts Ray]
 The kernel kills Ray's daemons when the *thread* that forked them ends (`PR_SET_PDEATHSIG`), and an interrupt in the
@@ -49,7 +49,7 @@ from rayloader.errors import RaySessionError
 from rayloader.interrupts import Bell, DaemonThread, new_lock
 from rayloader.transport.line import closers
 from rayloader.workers import ray_use
-from rayloader.workers.janitor import janitor
+from rayloader.workers.janitor import Janitor, janitor
 
 # Session and job; unique over time and clusters.
 SessionName = tuple[str, str]
@@ -84,8 +84,9 @@ _ACTION_BYTES = 512  # more than any system's `struct sigaction`, which is resto
 
 _connected: tuple[weakref.ref[Any], SessionName] | None = None  # the last connection, and its session
 _starter: Starter | None = None  # from the first use of a Ray until that Ray is shut down
-# Held by `ray.shutdown`, and by the janitor's thread while it may call Ray: NOTE [our thread and Ray's shutdown].
-_shutdown_lock = new_lock()
+# See NOTE [our thread and Ray's shutdown]. Two, because the janitor does not wait for the thread that asks Ray's GCS.
+_shutdown_lock = new_lock()  # held by `ray.shutdown`, and by the janitor's thread while it may call Ray
+_ask_lock = new_lock()  # likewise, by the thread that asks
 
 
 def current() -> SessionName | None:
@@ -184,7 +185,7 @@ def _wrap() -> None:
 
     @functools.wraps(shutdown)
     def waits_for_our_threads(*args: Any, **kwargs: Any) -> Any:
-        with _shutdown_lock:
+        with _shutdown_lock, _ask_lock:
             result = shutdown(*args, **kwargs)
         _let_starter_go()
         return result
@@ -194,8 +195,8 @@ def _wrap() -> None:
 
 def forget() -> None:
     """To be called in a forked child, which must neither end nor use its parent's Ray."""
-    global _starter, _shutdown_lock
-    _shutdown_lock = new_lock()  # the parent's may have been held
+    global _starter, _shutdown_lock, _ask_lock
+    _shutdown_lock, _ask_lock = new_lock(), new_lock()  # the parent's may have been held
     if _starter is not None:
         ray_use.forked |= not _starter.done
     _starter = None
@@ -205,6 +206,10 @@ tell_lacks(ray)
 _wrap()
 os.register_at_fork(after_in_child=forget)
 closers.append(forget)
+# The thread that asks Ray's GCS; see placement.py.
+asks = Janitor(name="rayloader-asks")
+os.register_at_fork(after_in_child=asks.forget)
+asks.between_jobs = lambda: _ask_lock
 janitor.between_jobs = lambda: _shutdown_lock
 ray_use.is_own = started_here
 

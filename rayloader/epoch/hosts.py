@@ -90,7 +90,7 @@ def _actors(loader: Any, replica: Replica, options: Options, count: int, acceler
                 images[key] = image = Image.write(contents)
         actors.replica = image, list(encoded.carried)
     except BaseException:  # the actors were borrowed: they go back in any case
-        fleet.release()
+        fleet.release(busy=True)
         raise
     return fleet
 

@@ -251,7 +251,7 @@ class EpochIterator(OfOneProcess, BaseIterator):
             self.position.is_seeded(int(self._base_seed), self._shared_seed)
             fleet.begin(setups, self.position.journals)
         except BaseException:  # the processes were borrowed: they go back in any case
-            fleet.release()
+            fleet.release(busy=True)
             raise
         return fleet
 
@@ -363,12 +363,16 @@ class EpochIterator(OfOneProcess, BaseIterator):
 
 
 def _end(fleet: Fleet, engine: Engine | None, *, reuse: bool, wait: bool = True) -> None:
-    """Ends the work of an iterator, and gives its fleet back; without a reference to the iterator, for a finalizer."""
+    """Ends the work of an iterator, and gives its fleet back: idle after the last batch, otherwise perhaps busy.
+
+    Without a reference to the iterator, for its finalizer.
+    """
+    busy = engine is None or not engine.finished
     try:
         if engine is not None:
             engine.close(wait=wait)
     finally:
-        fleet.release(reuse=reuse)
+        fleet.release(busy=busy, reuse=reuse)
 
 
 _live_iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()

@@ -285,8 +285,13 @@ class Processes(ABC):
         """Ends a process soon."""
 
     @abstractmethod
-    def release(self, *, reuse: bool) -> None:
-        """Takes all of them back; `reuse`: others may have them. Callable more than once; not for finalizers."""
+    def release(self, *, busy: bool, reuse: bool) -> None:
+        """Takes all of them back. Callable more than once; not for finalizers.
+
+        Args:
+            busy: calls may be unanswered.
+            reuse: whether others may have the processes.
+        """
 
     def watch_start(self, process: Any, mailbox: Mailbox) -> None:  # noqa: B027
         """Lets the start of a process that `tells_start`, and was lent just now, end a wait of this mailbox."""

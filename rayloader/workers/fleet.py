@@ -166,16 +166,20 @@ class Fleet:
             self.processes.watch_start(process, self.mailbox)
         return lent
 
-    def release(self, *, reuse: bool = True) -> None:
-        """Gives the processes back; `reuse`: others may have them. Callable more than once; not for finalizers.
+    def release(self, *, busy: bool, reuse: bool = True) -> None:
+        """Gives the processes back; callable more than once. Not for finalizers.
 
         After an interrupt within, the next call goes on.
+
+        Args:
+            busy: calls may be unanswered.
+            reuse: whether others may have the processes.
         """
         if os.getpid() != self._pid:
             return
         self._released = True
         self.mailbox.close()
-        self.processes.release(reuse=reuse)
+        self.processes.release(busy=busy, reuse=reuse)
 
     # ---- messages
 

@@ -160,7 +160,7 @@ class Forks(Processes):
         process.lane.close()
 
     @override
-    def release(self, *, reuse: bool) -> None:
+    def release(self, *, busy: bool, reuse: bool) -> None:
         self.zygote.close()
         for fork in self._forks:
             fork.lane.close()

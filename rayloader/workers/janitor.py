@@ -33,10 +33,11 @@ class Janitor:
     point; in a forked child it does nothing. Jobs run one after the other in the thread, which no Ctrl-C reaches, so
     each runs to its end. The thread sleeps until a job or a deadline; it never polls.
 
-    Users' threads wait for it, so what it does takes an instant, or has a limit: it asks Ray's GCS while actors start.
+    Users' threads wait for the one that is named `rayloader-janitor`, so what it does takes an instant.
 
     Args:
         tidies: as below.
+        name: of the thread.
 
     Attributes:
         between_jobs: makes what is entered around each job: a lock of actors/session.py, where Ray is used.
@@ -44,8 +45,9 @@ class Janitor:
             there is none.
     """
 
-    def __init__(self, *tidies: Callable[[], float | None]) -> None:
+    def __init__(self, *tidies: Callable[[], float | None], name: str = "rayloader-janitor") -> None:
         self.tidies = list(tidies)
+        self._name = name
         self.between_jobs: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self._abandoned: Any = None
         self._begin()
@@ -63,7 +65,7 @@ class Janitor:
     def start(self) -> None:
         """Starts the thread unless it runs; it also does the jobs that came before. Not for finalizers."""
         if self._thread is None or self._thread.spent:
-            self._thread = DaemonThread(self._work, "rayloader-janitor")
+            self._thread = DaemonThread(self._work, self._name)
         self._thread.start()
 
     def later(self, job: Job) -> None:

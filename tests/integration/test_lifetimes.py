@@ -66,7 +66,7 @@ def spare(own):
 @pytest.fixture
 def patient(monkeypatch):
     """The next loader finds processes warm however long they take to stop."""
-    monkeypatch.setattr(rayloader.actors.pool, "GIVE_UP_S", EXIT_LIMIT)
+    monkeypatch.setattr(rayloader.actors.pool, "UNWANTED_S", EXIT_LIMIT)
 
 
 # ---- warm for the next loader
@@ -187,7 +187,7 @@ def test_a_process_that_does_not_answer_for_long_is_replaced(own, starved, monke
     monkeypatch.setattr(rayloader.actors.pool, "GIVE_UP_S", 0.1)
     assert before not in set(loader)
     assert psutil.wait_procs([process], EXIT_LIMIT)[1] == []
-    said = "After 0.1 s new ones take their place"
+    said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
     assert [said in message for message in caplog.messages].count(True) == 1
 
 

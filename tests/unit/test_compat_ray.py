@@ -171,7 +171,7 @@ def test_the_cluster_is_what_the_gcs_and_the_autoscaler_say():
 )
 def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking, monkeypatch):
     monkeypatch.setattr(placement, "ray", lacking())
-    placed = placement.Placement(lambda: True)
+    placed = placement.Placement(lambda: True, lambda: None)
     placed._ask()
     assert placed.status is None
 

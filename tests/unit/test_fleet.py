@@ -120,7 +120,7 @@ class World:
     def check(self) -> None:
         pass
 
-    def end(self, lease: object, *, reuse: bool) -> None:
+    def end(self, lease: object, *, busy: bool, reuse: bool) -> None:
         self.killed += self.new
 
     def lend(self, lease: object, remote_args: object, count: int, *, fresh: bool) -> list[Process]:

@@ -20,6 +20,7 @@ from rayloader.actors.placement import (
     ClusterStatus,
     Node,
     Placement,
+    Want,
     _coming,
 )
 
@@ -38,8 +39,8 @@ class Pending:
         self.options = {"num_cpus": 1, **options}
 
 
-def node(node_id=HERE, ip="10.0.0.1", free=None, **total):
-    return Node(node_id, ip, total, {**total, **(free or {})})
+def node(node_id=HERE, ip="10.0.0.1", free=None, labels=None, **total):
+    return Node(node_id, ip, total, {**total, **(free or {})}, labels or {})
 
 
 def status(*nodes, demand=(), **more):
@@ -54,9 +55,10 @@ def place(monkeypatch):
     monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(session, "node_id", lambda: HERE)
     monkeypatch.setattr(Placement, "_ask", lambda self: None)
+    monkeypatch.setattr(Placement, "_look", lambda self: self.status)
 
     def make(known):
-        made = Placement(lambda: True)
+        made = Placement(lambda: True, lambda: None)
         made.status, made.clock = known, clock
         return made
 
@@ -99,6 +101,7 @@ def test_each_asks_for_what_it_is_told_and_otherwise_for_a_cpu(place, total, rem
         ({"num_cpus": 0, "resources": {"disk": 2}}, 0, 1),
         ({"num_cpus": 1, "label_selector": {"place": "away"}}, 0, 0),
         ({"num_cpus": 1, "label_selector": {"place": None}}, 0, 0),
+        ({"num_cpus": 1, "label_selector": "what Ray refuses"}, 0, 2),
     ],
 )
 def test_as_many_as_have_room_here_are_here_and_no_other_names_a_node(place, options, starting, near):
@@ -124,9 +127,9 @@ def test_the_users_strategy_stays(place, strategy, had_room):
 
 # ---- how long they wait
 
-LACKS = (({"CPU": 1.0}, 2),)
-OTHERS = (({"GPU": 1.0}, 2),)
-ONE = (({"CPU": 1.0}, 1),)
+LACKS = ((Want({"CPU": 1.0}), 2),)
+OTHERS = ((Want({"GPU": 1.0}), 2),)
+ONE = ((Want({"CPU": 1.0}), 1),)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def said(place, known, *pending, of=2):
 
 def test_the_error_says_what_no_node_has_and_what_to_change(place):
     nodes = node(CPU=2.0, free={"CPU": 0.0}), node(AWAY, "10.0.0.2", CPU=16.0), node("c" * 56, CPU=2.0)
-    text = said(place, status(*nodes, demand=(({"CPU": 32.0}, 2),)), Pending(num_cpus=32), Pending(num_cpus=32))
+    text = said(place, status(*nodes, demand=((Want({"CPU": 32.0}), 2),)), Pending(num_cpus=32), Pending(num_cpus=32))
     assert text == (
         "2 of 2 DataLoader workers did not start within 60 s. Ray has found no room for 2 of them: each asks for CPU "
         "32; each of 2 nodes has CPU 2 in all, node 10.0.0.2 has CPU 16 in all. Remedies: lower num_workers, end what "
@@ -237,18 +240,22 @@ def in_group(index):
         ),
         ([node(CPU=2.0)], {"accelerator_type": "A100"}, ["asks for CPU 1, accelerator_type:A100 0.001; node"]),
         (
-            [node(CPU=2.0), node(AWAY, CPU=2.0, free={"CPU": 0.0})],
-            {"label_selector": {"place": "in(moon, mars)"}},
             [
-                "asks for CPU 1, label_selector {'place': 'in(moon, mars)'}; ",
-                "node 10.0.0.1 has room, if the scheduling_strategy or label_selector allows it",
-                "node 10.0.0.1 has CPU 0 free of 2",
+                node(CPU=2.0, labels={"place": "earth"}),
+                node(AWAY, CPU=2.0, labels={"place": "moon"}, free={"CPU": 0.0}),
             ],
+            {"label_selector": {"place": "in(moon, mars)"}},
+            ["node 10.0.0.1 has other labels", "node 10.0.0.1 has CPU 0 free of 2"],
+        ),
+        (
+            [node(CPU=2.0, labels={"place": "earth"})],
+            {"label_selector": {"place": "!earth"}},
+            ["has other labels"],
         ),
         (
             [node(CPU=2.0), node(AWAY, CPU=2.0, free={"CPU": 0.0})],
             {"scheduling_strategy": NodeAffinitySchedulingStrategy(AWAY, soft=False)},
-            [f"asks for CPU 1, node {AWAY}; ", "has CPU 0 free of 2"],
+            [f"asks for CPU 1, node {AWAY}; ", "node 10.0.0.1 is another", "has CPU 0 free of 2"],
         ),
         (
             [node(CPU=2.0, CPU_group_9f2c=1.0, free={"CPU_group_9f2c": 0.0})],
@@ -262,12 +269,12 @@ def in_group(index):
         (
             [node(CPU=2.0)],
             {"scheduling_strategy": "SPREAD"},
-            ["asks for CPU 1; node 10.0.0.1 has room, if the scheduling_strategy or label_selector allows it"],
+            ["asks for CPU 1; node 10.0.0.1 has room, if the scheduling_strategy allows it"],
         ),
         (
             [node(CPU=2.0)],
             {"scheduling_strategy": NodeLabelSchedulingStrategy(hard={"place": In("moon")})},
-            ["node 10.0.0.1 has room, if the scheduling_strategy or label_selector allows it"],
+            ["node 10.0.0.1 has room, if the scheduling_strategy allows it"],
         ),
     ],
     ids=[
@@ -277,6 +284,7 @@ def in_group(index):
         "resource",
         "accelerator",
         "label",
+        "not-label",
         "node",
         "group",
         "bundle",
