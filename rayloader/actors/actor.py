@@ -127,19 +127,10 @@ class Actor(Process):
     hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
 
     @property
-    def stops(self) -> bool:
-        """Whether it was told to stop, and has not answered."""
-        return self.stopped is not None and self.stopped.value is NONE_YET
-
-    @property
-    def runs_on(self) -> str:
-        """Its node; "" if that is not known yet."""
-        return "" if self.address is None else self.address.node_id
-
-    @property
     def is_near(self) -> bool:
         """Whether it is known to be on this machine and to open our files."""
-        return self.address is not None and self.runs_on == session.node_id() and self.address.reaches_driver
+        address = self.address
+        return address is not None and address.node_id == session.node_id() and address.reaches_driver
 
     @override
     def cause(self, error: Exception | None) -> str:

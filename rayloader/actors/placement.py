@@ -368,7 +368,7 @@ def _leaving(want: Want, node_id: str, free: Amounts, held: Mapping[Actor, Amoun
     """The idle actors whose end makes room on a node; None if there is none in spite of it."""
     room, leaving = Counter(free), list[Actor]()
     for actor, holds in held.items():
-        if actor.runs_on == node_id and any(name in holds for name in want.lacks(room)):
+        if actor.address and actor.address.node_id == node_id and any(name in holds for name in want.lacks(room)):
             leaving.append(actor)
             room.update(holds)
     return None if want.lacks(room) else leaving

@@ -143,7 +143,8 @@ class Pool:
         """Lends up to `count` idle actors, which may not be alive any more: see `_proved`."""
         with self._lock:
             idle = [actor for actor in self._actors if actor.state is ActorState.IDLE and actor.key == key]
-            idle.sort(key=lambda a: (a.address is None, a.was_busy and a.stops))  # first those that run and are free
+            # First those that run and are free.
+            idle.sort(key=lambda a: (a.address is None, a.was_busy and not (a.stopped and a.stopped.succeeded)))
             for actor in idle[:count]:
                 actor.lease = lease.ref
                 actor.state = ActorState.LENT
@@ -315,7 +316,7 @@ class Pool:
 
         While there are, Ray is asked what waits.
         """
-        idle = [a for a in self.actors if a.state is ActorState.IDLE and a.runs_on and wanted(a.options).amounts]
+        idle = [a for a in self.actors if a.state is ActorState.IDLE and a.address and wanted(a.options).amounts]
         if idle:
             pending = [a for a in self.actors if a.state is ActorState.LENT and a.address is None]
             for actor in self.placement.in_the_way(idle, pending):

@@ -14,11 +14,11 @@ class Idle:
     had_room = None
 
     def __init__(self, node_id="a", **holds):
-        self.runs_on = node_id
+        self.address = SimpleNamespace(node_id=node_id)
         self.options = {"resources": holds}
 
     def __repr__(self):
-        return f"{self.options} on {self.runs_on}"
+        return f"{self.options} on {self.address.node_id}"
 
 
 def node(node_id="a", labels=None, **free):
