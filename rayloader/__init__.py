@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rayloader.host.shard_info import ShardInfo, get_shard_info
     from rayloader.observe.stats import CacheStats, LoaderStats
     from rayloader.plans import lengths
-    from rayloader.sharing.consumer import Consumer, SharedLoader, share, shared
+    from rayloader.sharing import Consumer, SharedLoader, share, shared
 
 # What the parts around the core offer, by the module that is imported when a program first names it.
 _PARTS = {
@@ -32,7 +32,7 @@ _PARTS = {
     "host.shard_info": ["ShardInfo", "get_shard_info"],
     "observe.stats": ["CacheStats", "LoaderStats"],
     "plans": ["lengths"],
-    "sharing.consumer": ["Consumer", "SharedLoader", "share", "shared"],
+    "sharing": ["Consumer", "SharedLoader", "share", "shared"],
 }
 _MODULES = {name: f"rayloader.{module}" for module, names in _PARTS.items() for name in names}
 

@@ -132,7 +132,6 @@ def set_worker_info(info: Any) -> None:
 with private_names_of("Python"):
     call_at_begin_of_exit: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]
     _exit_function: Callable[[], None] = multiprocessing.util._exit_function  # type: ignore[attr-defined]
-    _finalizers: dict[tuple[Any, int], Any] = multiprocessing.util._finalizer_registry  # type: ignore[attr-defined]
     _tracker: Any = multiprocessing.resource_tracker._resource_tracker
 
 
@@ -168,11 +167,6 @@ def run_as_process(work: Callable[[], object], identity: Identity, parent: int, 
     process.name, process._identity = identity
     process._parent_pid = parent
     return int(process._bootstrap(sentinel))
-
-
-def has_finalizers() -> bool:
-    """Whether `multiprocessing` has something to finalize in this process when that ends."""
-    return _tracker._pid is not None or any(priority is not None for priority, _ in list(_finalizers))
 
 
 def run_finalizers() -> None:

@@ -42,7 +42,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain, starmap
+from itertools import starmap
 from typing import Any, TypeVar, cast
 
 from rayloader.errors import RayloaderError
@@ -111,40 +111,37 @@ class Waker:
         later: does what is left to do at its end, in the thread that may still ring then; None: it is done at once.
     """
 
-    _ends: Sequence[int] = ()  # also for `__del__`, if an interrupt came before the constructor's first line
+    _fds: Sequence[int] = ()  # also for `__del__`, if an interrupt came before the constructor's first line
     _later: Callable[[Callable[[], object]], object] | None = None
 
     def __init__(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
         self._later = later
-        ends: list[int] = []
-        self._ends = ends
-        ends.extend(chain.from_iterable(starmap(os.pipe, [()])))  # in one step, see `MemoryFile`
-        for end in ends:
-            os.set_blocking(end, False)
+        fds: list[int] = []
+        self._fds = fds
+        fds.extend(map(os.eventfd, [0], [os.EFD_CLOEXEC | os.EFD_NONBLOCK]))  # in one step, see `MemoryFile`
 
     @property
     def descriptor(self) -> int:
         """-1 after the end."""
-        return self._ends[0] if self._ends else -1
+        return self._fds[0] if self._fds else -1
 
     def ring(self) -> None:
         """Makes the descriptor readable."""
-        if self._ends:  # otherwise nobody waits any more
-            with contextlib.suppress(BlockingIOError):  # it has been rung often enough
-                os.write(self._ends[1], b"!")
+        if self._fds:  # otherwise nobody waits any more
+            os.eventfd_write(self._fds[0], 1)
 
     def heard(self) -> None:
         """Makes it readable no more, until the next ring."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self.descriptor, 4096)
+            os.eventfd_read(self.descriptor)
 
     def __del__(
         self, close: Callable[[int], None] = os.close, is_finalizing: Callable[[], bool] = sys.is_finalizing
     ) -> None:
-        ends, self._ends = self._ends, ()
+        fds, self._fds = self._fds, ()
 
         def end() -> None:
-            for descriptor in ends:
+            for descriptor in fds:
                 close(descriptor)
 
         if self._later is None or is_finalizing():  # by then no other thread runs

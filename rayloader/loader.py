@@ -666,6 +666,6 @@ def shutdown() -> None:
 
 # What ends in turn, if it was imported.
 _ENDS = (
-    *(("epoch.iterator", "close_all"), ("sharing.consumer", "close_all")),
+    *(("epoch.iterator", "close_all"), ("sharing", "close_all")),
     *(("actors.pool", "shutdown"), ("workers.janitor", "end_forks")),
 )

@@ -82,14 +82,14 @@ def ray_session(keepers):
     from torch.utils.data import TensorDataset
 
     import rayloader.actors.actors
-    import rayloader.actors.lifetimes
+    import rayloader.actors.pool
     import rayloader.actors.session
     from rayloader import DataLoader, init, shutdown
 
-    rayloader.actors.lifetimes.GRACE_S = math.inf
+    rayloader.actors.pool.GRACE_S = math.inf
     # What the log holds is not to depend on how fast the machine is.
     rayloader.actors.session.START_NOTICE_S = rayloader.actors.actors.NOTICE_S = math.inf
-    rayloader.actors.lifetimes.LATE_NOTICE_S = math.inf
+    rayloader.actors.pool.LATE_NOTICE_S = math.inf
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # 3 workers on 2 cores
         init()  # from now on this program uses Ray

@@ -93,8 +93,8 @@ def workers_are_idle(iterator, look=lambda: None):
 
 
 def held_by_mailbox(mailbox):
-    """What it still waits for: answers to Ray calls, and descriptors."""
-    return [*mailbox._answers, *mailbox._descriptors]
+    """What it still waits for, or has still to receive."""
+    return [*mailbox._descriptors, *mailbox._ready]
 
 
 def taken_from(iterator):
@@ -109,7 +109,7 @@ def taken_from(iterator):
 
 def lock_of(pool):
     """The lock that is held while a lost worker is replaced."""
-    return pool._lifetimes._lock
+    return pool._lock
 
 
 def pool_if_any():

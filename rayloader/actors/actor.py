@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -21,11 +21,10 @@ from typing_extensions import override
 
 from rayloader.actors import session
 from rayloader.actors._compat_ray import said_of_end
-from rayloader.actors.cluster import wanted
 from rayloader.actors.image import Image
 from rayloader.interrupts import Bell
 from rayloader.protocol import NONE_YET
-from rayloader.workers.connection import Channel, Mailbox, NeverStarts, Process, Started
+from rayloader.workers.connection import NeverStarts, Process, Started
 
 Ref = Any  # an ObjectRef; Ray's own type is generic over a type that cannot be checked here
 
@@ -49,13 +48,13 @@ class RayAnswer(Started):
 
     Args:
         ref: of the call.
-        bell: rung when it comes.
+        tell: called when it has come, in one of Ray's threads.
     """
 
-    def __init__(self, ref: Any, bell: Bell | None = None) -> None:
+    def __init__(self, ref: Any, tell: Callable[[], object] = lambda: None) -> None:
         self.ref = ref
         self.value: Any = NONE_YET
-        self._bell = bell
+        self._tell = tell
         on_completed(ref, self._note)
 
     @property
@@ -65,8 +64,7 @@ class RayAnswer(Started):
 
     def _note(self, value: Any) -> None:  # in one of Ray's threads
         self.value = value
-        if self._bell is not None:
-            self._bell.ring()
+        self._tell()
 
 
 def wait_for(refs: Sequence[Any], timeout: float) -> list[Any]:
@@ -76,17 +74,11 @@ def wait_for(refs: Sequence[Any], timeout: float) -> list[Any]:
         The answer to each of them: an error of Ray's if there will be none, NONE_YET if there is none so far.
     """
     bell = Bell()
-    answers = [RayAnswer(ref, bell) for ref in refs]
+    answers = [RayAnswer(ref, bell.ring) for ref in refs]
     until = time.monotonic() + timeout
     while any(answer.value is NONE_YET for answer in answers) and (left := until - time.monotonic()) > 0:
         bell.wait(left)
     return [answer.value for answer in answers]
-
-
-def watch(mailbox: Mailbox, ref: Any, channel: Channel | None = None) -> None:
-    """Lets the answer to a call end a wait of a mailbox, and make its channel ready."""
-    if (note := mailbox.expect(ref, channel)) is not None:
-        on_completed(ref, note)
 
 
 class Lease:
@@ -106,10 +98,11 @@ class Lease:
 
 
 class ActorState(Enum):
-    """Whom an actor works for; see lifetimes.py."""
+    """Whom an actor works for; see pool.py."""
 
     LENT = "lent"  # to the lease of a fleet
     IDLE = "idle"  # told to stop, or made in advance: free for any loader with the same options
+    ENDING = "ending"  # finalizes what user code has left: nobody can have it any more
     GONE = "gone"  # killed, or to be forgotten with its session
 
 
@@ -127,33 +120,17 @@ class Actor(Process):
     had_room: bool | None
     lease: weakref.ref[Lease] | None = None  # of the lease that holds it
     state: ActorState = ActorState.LENT
-    stopped: RayAnswer | None = None  # to `stop`
+    stopped: RayAnswer | None = None  # to `stop`, or to `end`
     was_busy: bool = False  # when it was told to stop: user code may go on with what nobody wants any more
-    stop_by: float = math.inf  # time.monotonic(): when it is killed if it is to end and has not answered
-    keep_until: float = math.inf  # time.monotonic(); while it is idle
+    keep_until: float = math.inf  # time.monotonic(): when it is to end if it is idle, or is killed if it is ending
     no_line: str = ""  # why no line can reach it
-    ends: bool = False  # as soon as it has stopped; nobody can have it any more
     hosted: tuple[str, RayAnswer] | None = None  # the image that it holds for its node: name, answer to `host`
-
-    @property
-    def stops(self) -> bool:
-        """Whether it was told to stop, and has not answered."""
-        return self.stopped is not None and self.stopped.value is NONE_YET
-
-    @property
-    def node_id(self) -> str:
-        """Where it runs; "" if that is not known yet."""
-        return "" if self.address is None else self.address.node_id
-
-    @property
-    def holds(self) -> Mapping[str, float]:
-        """What it takes from others as long as it runs, idle or not, by Ray's names; nothing before."""
-        return {} if self.address is None else wanted(self.options).amounts
 
     @property
     def is_near(self) -> bool:
         """Whether it is known to be on this machine and to open our files."""
-        return self.address is not None and self.node_id == session.node_id() and self.address.reaches_driver
+        address = self.address
+        return address is not None and address.node_id == session.node_id() and address.reaches_driver
 
     @override
     def cause(self, error: Exception | None) -> str:
@@ -177,9 +154,3 @@ class Actor(Process):
         """Calls `WorkerProcess.host`, so that the other actors of its node can open the image."""
         call = self.handle.host.remote(image.address.name, image.address, content)
         self.hosted = image.address.name, RayAnswer(call)
-
-    def hosts(self, image: Image) -> bool:
-        """Whether it holds that image for its node by now."""
-        if self.hosted is None or self.hosted[0] != image.address.name:
-            return False
-        return self.hosted[1].succeeded and self.hosted[1].value is not None

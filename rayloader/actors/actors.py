@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from rayloader._compat import new_identity
 from rayloader.actors import session
-from rayloader.actors.actor import Actor, Lease, RayAnswer, Ref, watch
+from rayloader.actors.actor import Actor, Lease, RayAnswer, Ref, on_completed
 from rayloader.actors.image import Image, Source, module_folders
 from rayloader.actors.pool import Pool
 from rayloader.actors.tcp_line import TcpDriverLine
@@ -111,7 +111,8 @@ class Actors(Processes):
 
     @override
     def watch_start(self, process: Actor, mailbox: Mailbox) -> None:
-        watch(mailbox, process.hello.ref)
+        if process.address is None:
+            on_completed(process.hello.ref, lambda _: mailbox.ring())
 
     @override
     def channel(self, process: Actor, mailbox: Mailbox) -> Channel:
@@ -169,10 +170,8 @@ class Actors(Processes):
         if where is None or actor.is_near:
             return source
         near = [a for a in others if not a.lost and a.address is not None and a.address.location == where.location]
-        hosts = [a for a in near if a.hosts(image)]
-        hosts += [a for a in near if a.hosted is not None and a.hosted[0] == image.address.name]
-        host = hosts[0] if hosts else actor
-        if not hosts:
+        host = next((a for a in near if a.hosted is not None and a.hosted[0] == image.address.name), actor)
+        if host.hosted is None or host.hosted[0] != image.address.name:
             if not content:
                 content.append(ray.put(PickleBuffer(image.content())))
             host.host(image, content[0])
@@ -212,6 +211,10 @@ class ActorCalls(Channel):
             actor.hosted = None  # it drops that image
         return RayAnswer(actor.handle.start.remote(setup, source, state, new_identity()))
 
+    def _answer_to(self, ref: Ref) -> RayAnswer:
+        """The answer to a call; when it comes, the mailbox receives from this channel."""
+        return RayAnswer(ref, functools.partial(self._mailbox.note, self))
+
 
 class RayCalls(ActorCalls):
     """One Ray call per message, whose answers go to the mailbox; batches travel through Ray's object store."""
@@ -223,7 +226,7 @@ class RayCalls(ActorCalls):
 
     def __init__(self, process: Actor, mailbox: Mailbox) -> None:
         super().__init__(process, mailbox)
-        self._unanswered: deque[tuple[Any, Callable[[Any], Message]]] = deque()  # oldest first
+        self._unanswered: deque[tuple[RayAnswer, Callable[[Any], Message]]] = deque()  # oldest first
 
     @override
     def run(self, task: Task) -> Lent | None:
@@ -249,15 +252,13 @@ class RayCalls(ActorCalls):
         self._await(ref, lambda answer: (Up.BEGUN, call, answer))
 
     def _await(self, ref: Any, message: Callable[[Any], Message]) -> None:
-        self._unanswered.append((ref, message))
-        watch(self._mailbox, ref, self)
+        self._unanswered.append((self._answer_to(ref), message))
 
     @override
     def receive(self) -> list[Message]:
         messages: list[Message] = []
-        while self._unanswered and (answer := self._mailbox[self._unanswered[0][0]]) is not NONE_YET:
-            ref, message = self._unanswered.popleft()
-            self._mailbox.forget(ref)
+        while self._unanswered and (answer := self._unanswered[0][0].value) is not NONE_YET:
+            _, message = self._unanswered.popleft()
             if isinstance(answer, RayError):
                 return [*messages, self._ended_by(answer)]
             messages.append(message(answer))
@@ -265,8 +266,6 @@ class RayCalls(ActorCalls):
 
     @override
     def close(self) -> None:
-        for ref, _ in self._unanswered:
-            self._mailbox.forget(ref)
         self._unanswered.clear()
 
 
@@ -282,7 +281,7 @@ class ActorLine(ActorCalls, LineCalls):
 
     def __init__(self, process: Actor, mailbox: Mailbox, line: TcpDriverLine | None = None) -> None:
         super().__init__(process, mailbox, line or DriverLine(self._is_actor))
-        self._served: Ref = None  # the call that serves the line, once that was made
+        self._served: RayAnswer | None = None  # to the call that serves the line, once that was made
         # Messages that the call itself carries, so that the driver need not accept the worker's connection first.
         self._early: list[bytes] = []
         self._ended_at = 0.0  # time.monotonic()
@@ -308,8 +307,7 @@ class ActorLine(ActorCalls, LineCalls):
 
     def _serve(self) -> None:
         early, self._early = self._early, []
-        self._served = self.process.handle.serve.remote(self._line.address, early)
-        watch(self._mailbox, self._served, self)
+        self._served = self._answer_to(self.process.handle.serve.remote(self._line.address, early))
 
     @property
     @override
@@ -325,12 +323,11 @@ class ActorLine(ActorCalls, LineCalls):
             line.flush()
         if self._served is None:
             return []
-        answer = self._mailbox[self._served]  # first: nothing comes over the line after that
+        answer = self._served.value  # first: nothing comes over the line after that
         if answer is not NONE_YET:
             line.read(wait=True)
         messages: list[Message] = list(map(unpacked, line.arrived()))
         if answer is not NONE_YET:
-            self._mailbox.forget(self._served)
             messages.append(self._ended(answer))
         elif line.refused:
             self.close()
@@ -356,7 +353,6 @@ class ActorLine(ActorCalls, LineCalls):
 
     @override
     def close(self) -> None:
-        self._mailbox.forget(self._served)
         self._served = None
         super().close()
 

@@ -345,13 +345,9 @@ def encode_replica(replica: Replica) -> EncodedReplica:
     encoded = encode(replica, {name: getattr(replica, name) for name in names}, "the workers")
     copied = (buffer for number, buffer in enumerate(encoded.buffers) if number not in encoded.mapped)
     if (path := shared_file(map(address_of_buffer, copied))) is not None:
-        _warn_of_shared_memory(path)
+        warnings.warn(
+            f"the dataset holds a tensor or an array in memory that processes share, {path}, of which the workers get "
+            'a copy; hold the np.memmap or a tensor after share_memory_() itself, or use workers="fork"',
+            stacklevel=1,
+        )
     return encoded
-
-
-def _warn_of_shared_memory(path: str) -> None:
-    warnings.warn(
-        f"the dataset holds a tensor or an array in memory that processes share, {path}, of which the workers get a "
-        'copy; hold the np.memmap or a tensor after share_memory_() itself, or use workers="fork"',
-        stacklevel=2,
-    )

@@ -30,7 +30,6 @@ from typing_extensions import override
 from rayloader._compat import (
     Identity,
     end_tracker,
-    has_finalizers,
     keep_freed_memory,
     run_finalizers,
     take_identity,
@@ -177,11 +176,10 @@ class WorkerProcess:
         """Carries out `run`, `rebuild` and `resume` over a line; see `ActorHosting.connect`."""
         return self._hosting.connect(address, early)
 
-    def stop(self) -> bool:
-        """Drops the dataset; returns whether `end` has something to do."""
+    def stop(self) -> None:
+        """Drops the dataset."""
         self._hosting.hang_up()
         self._hosting.clear()
-        return has_finalizers()
 
     def end(self) -> None:
         """Finalizes what user code has left to the end of the process, which is killed then, with its children."""

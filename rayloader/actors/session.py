@@ -206,7 +206,7 @@ tell_lacks(ray)
 _wrap()
 os.register_at_fork(after_in_child=forget)
 closers.append(forget)
-# The thread that asks Ray's GCS; see cluster.py.
+# The thread that asks Ray's GCS; see placement.py.
 asks = Janitor(name="rayloader-asks")
 os.register_at_fork(after_in_child=asks.forget)
 asks.between_jobs = lambda: _ask_lock

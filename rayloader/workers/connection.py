@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from rayloader.errors import RayloaderError
 from rayloader.interrupts import Waker
-from rayloader.protocol import NONE_YET, Down, Setup, WorkerAddress
+from rayloader.protocol import Down, Setup, WorkerAddress
 from rayloader.resume.journal import Resumed
 from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
@@ -113,7 +113,7 @@ class Channel(ABC):
 
     Args:
         process: the one that it leads to.
-        mailbox: of its fleet; it reports the answers to Ray calls.
+        mailbox: of its fleet; it is told of answers to Ray calls.
 
     Attributes:
         process: the one that it leads to.
@@ -294,7 +294,7 @@ class Processes(ABC):
         """
 
     def watch_start(self, process: Any, mailbox: Mailbox) -> None:  # noqa: B027
-        """Lets the start of a process that `tells_start` end a wait of this mailbox."""
+        """Lets the start of a process that `tells_start`, and was lent just now, end a wait of this mailbox."""
 
     @abstractmethod
     def channel(self, process: Any, mailbox: Mailbox) -> Channel:
@@ -320,10 +320,11 @@ class Processes(ABC):
 
 
 class Mailbox:
-    """The channels of one fleet, and the answers to its Ray calls. Any thread may wait.
+    """The channels of one fleet. Any thread may wait.
 
-    Each call and descriptor belongs to a channel. The kernel is told of a descriptor once, and only channels that it
-    calls ready are read: a batch costs no more with many workers than with one.
+    Each descriptor belongs to a channel, and Ray's threads tell of which one a call was answered. The kernel is told of
+    a descriptor once, and only channels that it calls ready are read: a batch costs no more with many workers than with
+    one.
 
     Args:
         later: as for `Waker`.
@@ -334,7 +335,6 @@ class Mailbox:
 
     def __init__(self, later: Callable[[Callable[[], object]], object] | None = None) -> None:
         self._channels: dict[Process, Channel] = {}
-        self._answers: dict[Any, Any] = {}  # to the watched calls
         try:
             self._waker = Waker(later)
         except OSError as error:
@@ -346,38 +346,11 @@ class Mailbox:
         self._epoll: select.epoll | None = None  # knows these descriptors; None: it must be made anew
         self._registered: dict[int, int] = {}  # the events that it waits for
         self._changes = 0  # counts the changes of these
-        self._ready: set[Channel | None] = set()  # that have something to receive
+        self._ready: set[Channel] = set()  # that have something to receive
         self._unflushed: set[Channel] = set()  # over which calls were made
         self._impatient: set[Channel] = set()  # that must be looked at without a sign from their descriptors
         # For each channel, its line if that was the only thing to wait for when last looked at.
         self._quiet: dict[Channel, Line | None] = {}
-
-    # ---- answers to Ray calls
-
-    def expect(self, ref: Any, channel: Channel | None = None) -> Callable[[Any], None] | None:
-        """The answer to this call will end a wait, and make its channel ready.
-
-        Returns:
-            What is to be called with the answer, by any thread; None if that was arranged before.
-        """
-        if ref in self._answers:
-            return None
-        self._answers[ref] = NONE_YET
-        return functools.partial(self._answered, ref, channel)
-
-    def __getitem__(self, ref: Any) -> Any:
-        """The answer to an expected call, Ray's error if there will be none, or NONE_YET."""
-        return self._answers[ref]
-
-    def forget(self, ref: Any) -> None:
-        """The answer is not needed any more."""
-        self._answers.pop(ref, None)
-
-    def _answered(self, ref: Any, channel: Channel | None, answer: Any) -> None:  # in one of Ray's threads
-        if ref in self._answers:
-            self._answers[ref] = answer
-            self._ready.add(channel)
-            self._waker.ring()
 
     # ---- channels
 
@@ -407,6 +380,7 @@ class Mailbox:
             self._unflushed.discard(channel)
             self._impatient.discard(channel)
             self._wait_for(channel, ())  # before its descriptors are closed, see `_register`
+            self._ready.discard(channel)  # it refers to this object, and must not depend on the garbage collector
             self._quiet.pop(channel, None)
             channel.close()
 
@@ -431,8 +405,7 @@ class Mailbox:
     def read(self) -> None:
         """Reads what a wait has found, for `receive`: without the epoch's lock, in a thread without interrupts."""
         for channel in list(self._ready):
-            if channel is not None:
-                channel.read()
+            channel.read()
 
     def receive(self, *, also: Process | None = None, was_read: bool = False) -> list[tuple[Process, Message]]:
         """The messages that have come, each with the process that sent it.
@@ -443,15 +416,14 @@ class Mailbox:
         """
         arrived = []
         channels = {*self._ready, *self._impatient}
-        if also is not None:
-            channels.add(self._channels.get(also))
+        if also is not None and also in self._channels:
+            channels.add(self._channels[also])
         for channel in channels:
             self._ready.discard(channel)  # first: anything that arrives from here on makes it ready again
-            if channel is not None:
-                if not was_read:
-                    channel.read()
-                arrived += [(channel.process, message) for message in channel.receive()]
-                self._look_at(channel)
+            if not was_read:
+                channel.read()
+            arrived += [(channel.process, message) for message in channel.receive()]
+            self._look_at(channel)
         if arrived and self._waiting:  # other threads: this one may have received what they wait for
             self._waker.ring()
         return arrived
@@ -482,7 +454,6 @@ class Mailbox:
         self._descriptors[channel] = descriptors
         if not descriptors:
             del self._descriptors[channel]
-            self._ready.discard(channel)  # it refers to this object, and must not depend on the garbage collector
 
     # ---- waiting
 
@@ -535,6 +506,12 @@ class Mailbox:
     def ring(self) -> None:
         """Ends all waits in progress, or the next one."""
         self._waker.ring()
+
+    def note(self, channel: Channel) -> None:
+        """A Ray call of a channel was answered. In one of Ray's threads."""
+        if self._channels.get(channel.process) is channel:
+            self._ready.add(channel)
+            self._waker.ring()
 
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come; returns whether it has."""

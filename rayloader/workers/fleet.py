@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rayloader.errors import RaySessionError
@@ -36,14 +36,16 @@ class Rebuilding:
     news_at: float = math.inf  # time.monotonic(): when to report its progress
 
 
+@dataclass(eq=False, slots=True)
 class Worker:
     """One worker, wherever it runs at the moment.
 
     Attributes:
-        worker_id: from 0 on, torch's.
         setup: sent to it when it starts.
         journal: its last snapshot, and the tasks since then; the iterator's position has it too.
         host: the process that is, or will be, this worker; no other worker has it.
+        mailbox: of its fleet.
+        worker_id: from 0 on, torch's.
         away: its host has not been told yet that it is this worker.
         started: the answer to `Channel.start`.
         begun_at: when its host was told that it is this worker, time.monotonic().
@@ -51,29 +53,20 @@ class Worker:
         unanswered: the tasks that it was given and has not answered, oldest first; the schedule's record of them.
     """
 
-    __slots__ = (
-        "_mailbox",
-        "away",
-        "begun_at",
-        "host",
-        "journal",
-        "rebuilding",
-        "setup",
-        "started",
-        "unanswered",
-        "worker_id",
-    )
+    setup: Setup
+    journal: Journal
+    host: Process
+    mailbox: Mailbox
+    worker_id: int = field(init=False)
+    away: bool = field(init=False)
+    started: Started | None = None
+    begun_at: float = 0.0
+    rebuilding: Rebuilding | None = None
+    unanswered: Sequence[Task] = ()
 
-    def __init__(self, setup: Setup, journal: Journal, host: Process, mailbox: Mailbox) -> None:
-        self.worker_id = setup.worker_id
-        self.setup = setup
-        self.journal = journal
-        self._mailbox = mailbox
-        self.continues_on(host)
-        self.started: Started | None = None
-        self.begun_at = 0.0
-        self.rebuilding: Rebuilding | None = None
-        self.unanswered: Sequence[Task] = ()
+    def __post_init__(self) -> None:
+        self.worker_id = self.setup.worker_id
+        self.continues_on(self.host)
 
     def begin(self, source: Any) -> None:
         """Tells its host that it is this worker, and from where to open its replica; see `Processes.sources`.
@@ -83,13 +76,13 @@ class Worker:
         setup, journal = self.setup, self.journal
         if journal.shared_seed is not None:
             setup = replace(setup, shared_seed=journal.shared_seed)
-        self.started = self._mailbox.to(self.host).start(source, setup, journal.state)
+        self.started = self.mailbox.to(self.host).start(source, setup, journal.state)
         self.begun_at = time.monotonic()
         self.away = False
 
     def give(self, task: Task) -> None:
         """Lets it build a task's batch."""
-        task.lent = self._mailbox.to(self.host).run(task)
+        task.lent = self.mailbox.to(self.host).run(task)
         task.call = self.host.calls
 
     def rebuild(self, tasks: Sequence[Task]) -> int:
@@ -98,12 +91,12 @@ class Worker:
         Returns:
             The number of the call.
         """
-        self._mailbox.to(self.host).rebuild(tasks)
+        self.mailbox.to(self.host).rebuild(tasks)
         return self.host.calls
 
     def resume(self, resumed: Resumed) -> None:
         """Lets it begin another epoch; its journal is updated when it has."""
-        self._mailbox.to(self.host).resume(resumed)
+        self.mailbox.to(self.host).resume(resumed)
         self.journal.resumed = self.host, self.host.calls
 
     def continues_on(self, host: Process) -> None:
@@ -168,7 +161,10 @@ class Fleet:
 
     def _lend(self, count: int, *, fresh: bool) -> list[Any]:
         self.check_session()
-        return self.processes.lend(count, fresh=fresh)
+        lent = self.processes.lend(count, fresh=fresh)
+        for process in lent:
+            self.processes.watch_start(process, self.mailbox)
+        return lent
 
     def release(self, *, busy: bool, reuse: bool = True) -> None:
         """Gives the processes back; callable more than once. Not for finalizers.
@@ -190,8 +186,6 @@ class Fleet:
     def wait(self, timeout: float) -> bool:
         """Waits for `timeout` seconds at most until something has come; False if nothing has."""
         self.check_session()
-        for process in self.awaited:
-            self.processes.watch_start(process, self.mailbox)
         return self.mailbox.wait(timeout)
 
     def receive(self, *, also: Process | None = None, was_read: bool = False) -> list[tuple[Process, Message]]:

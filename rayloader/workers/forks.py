@@ -43,7 +43,7 @@ class Fork(Process):
     def has_started(self) -> bool:
         if self.address is None:
             self.zygote.read()
-            if pid := self.zygote.pids.get(self.number):
+            if pid := self.zygote.answers.get(("forked", self.number)):
                 self.address = WorkerAddress(pid, "", socket.gethostname(), True, this_machine())
         return self.address is not None
 
@@ -54,15 +54,16 @@ class Fork(Process):
         if has_ended and not self._is_asked:
             self._is_asked = True
             self.zygote.ask_status(self.number)
-        return has_ended and self.number in self.zygote.statuses
+        return has_ended and ("status", self.number) in self.zygote.answers
 
     @override
     def cause(self, error: Exception | None) -> str:
         if error is not None:
             return str(error)
-        if self.number in self.zygote.failed:
-            return f"no process could be forked: {self.zygote.failed[self.number]}. {REMEDY}"
-        status = self.zygote.statuses.get(self.number)
+        answers = self.zygote.answers
+        if ("failed", self.number) in answers:
+            return f"no process could be forked: {answers['failed', self.number]}. {REMEDY}"
+        status = answers.get(("status", self.number))
         return exit_in_words(None if status is None else os.waitstatus_to_exitcode(status))
 
 
@@ -98,7 +99,7 @@ class ForkCalls(LineCalls):
     @property
     @override
     def quiet_line(self) -> Line | None:
-        return super().quiet_line if self._is_known else None
+        return self._line if self._is_known and self._line.is_quiet else None
 
     @property
     @override

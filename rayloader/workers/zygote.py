@@ -70,9 +70,8 @@ class Zygote:
         work: what a fork does with the descriptor of its end of a line.
 
     Attributes:
-        pids: of the processes that were forked, by their numbers.
-        failed: why no process could be forked, by the same.
-        statuses: how those have ended that it was asked for, as `os.waitpid` says; None if it does not know.
+        answers: by what they say, and the number of the fork: "forked", its process id; "failed", why there is none;
+            "status", how it has ended, as `os.waitpid` says, or None if the zygote does not know.
 
     Raises:
         WorkerStartError: no process can be forked.
@@ -83,9 +82,7 @@ class Zygote:
     def __init__(self, work: Callable[[int], object]) -> None:
         self._lock = new_lock()
         self._numbers = itertools.count(1)
-        self.pids: dict[int, int] = {}
-        self.failed: dict[int, str] = {}
-        self.statuses: dict[int, int | None] = {}
+        self.answers: dict[tuple[str, int], Any] = {}
         self._pids: list[int] = []
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -153,10 +150,14 @@ class Zygote:
         return [] if control is None else [(control.fileno(), select.POLLIN)]
 
     def _tell(self, message: tuple[Any, ...], *files: socket.socket) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it is dead: `lives` shows that
-            if self.lives and (control := self._control) is not None:
+        with self._lock:
+            if not self.lives or (control := self._control) is None:
+                return
+            try:
                 poll(control.fileno(), select.POLLOUT)  # there is room, unless it has been told hundreds of things
                 socket.send_fds(control, [pickle.dumps(message)], [file.fileno() for file in files], SENDING)
+            except OSError:  # it is dead, or would never hear of this
+                self.close()
 
     def _read(self) -> bool:
         """Takes one message; False if there is none."""
@@ -169,13 +170,8 @@ class Zygote:
         if not message:
             self.close()
             return False
-        match pickle.loads(message):
-            case ("status", number, status):
-                self.statuses[number] = status
-            case ("forked", number, pid):
-                self.pids[number] = pid
-            case ("failed", number, reason):
-                self.failed[number] = reason
+        kind, number, answer = pickle.loads(message)
+        self.answers[kind, number] = answer
         return True
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ def striking_actors(ray_session, tmp_path_factory):
     faults = Faults(tmp_path_factory.mktemp("faults"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rayloader.actors.pool, "_remote_worker", ray.remote(striking_worker(faults)))
-        patch.setattr(rayloader.actors.lifetimes, "UNWANTED_S", 1.0)  # for those that hang
+        patch.setattr(rayloader.actors.pool, "UNWANTED_S", 1.0)  # for those that hang
         keeper = DataLoader(range(2), num_workers=2, **OWN_ACTORS)
         assert len(list(keeper)) == 2
         yield faults

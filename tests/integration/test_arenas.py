@@ -26,6 +26,7 @@ from pretended import pretend_accelerator
 from probes import Calls, Stream, load
 from rayloader import DataLoader
 from rayloader.actors import pool
+from rayloader.actors.actor import ActorState
 from rayloader.actors.pool import get_pool
 from rayloader.transport import arena, lanes
 from rayloader.transport.memory_file import MemoryFile, MemoryFileError
@@ -198,7 +199,9 @@ def test_a_tensor_that_is_kept_keeps_only_its_memory_when_the_workers_have_ended
 
     batches = list(batches_of(8, get, num_workers=1, fresh_processes=True))
     (ended,) = {name for extent, name in mappings() if batches[3][1].data_ptr() in extent}
-    ending = [actor.address.pid for actor in get_pool().actors if actor.ends]  # they finish what they have to, and end
+    ending = [
+        actor.address.pid for actor in get_pool().actors if actor.state is ActorState.ENDING
+    ]  # they finish what they have to, and end
     processes = [psutil.Process(pid) for pid in ending if psutil.pid_exists(pid)]
     assert not psutil.wait_procs(processes, EXIT_LIMIT)[1]
     assert ended in orphans()

@@ -9,7 +9,7 @@ import ray
 import torch
 from torch.utils.data import BatchSampler, Sampler, Subset, get_worker_info
 
-import rayloader.actors.lifetimes
+import rayloader.actors.pool
 from inside import has_workers
 from latches import Gate, Mail
 from probes import Calls, Stream, as_is, in_each_worker, load
@@ -171,7 +171,7 @@ def test_an_iterator_gives_its_workers_back_with_its_last_batch(workers):
 
 
 def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(rayloader.actors.lifetimes, "UNWANTED_S", 0.1)
+    monkeypatch.setattr(rayloader.actors.pool, "UNWANTED_S", 0.1)
     gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
     def get(index):
@@ -192,7 +192,7 @@ def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever
 
 def test_a_worker_that_does_not_stop_is_killed_when_its_time_has_come(tmp_path, monkeypatch):
     for limit in ("GRACE_S", "STOP_TIMEOUT_S"):
-        monkeypatch.setattr(rayloader.actors.lifetimes, limit, 0.1)
+        monkeypatch.setattr(rayloader.actors.pool, limit, 0.1)
     gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
     def get(index):
@@ -222,13 +222,13 @@ def test_loaders_and_their_epochs_share_warm_actors_which_end_when_nobody_has_us
     assert pids(validation) == pids(training) == first
     processes = [psutil.Process(pid) for pid in first]
     del training
-    monkeypatch.setattr(rayloader.actors.lifetimes, "GRACE_S", 0.1)
+    monkeypatch.setattr(rayloader.actors.pool, "GRACE_S", 0.1)
     assert pids(validation) == first
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
 
 
 def test_actors_of_an_iterator_that_outlived_its_loader_end_after_it(monkeypatch):
-    monkeypatch.setattr(rayloader.actors.lifetimes, "GRACE_S", 0.1)
+    monkeypatch.setattr(rayloader.actors.pool, "GRACE_S", 0.1)
     own = {"ray_remote_args": {"num_cpus": 0, "memory": 4}}
     iterator = iter(load(lambda index: os.getpid(), 4, num_workers=1, persistent_workers=True, **own))
     process = psutil.Process(next(iterator))
@@ -273,7 +273,7 @@ def test_an_iterator_may_go_on_in_another_thread_and_end_there():
 
 def test_a_loader_inside_a_worker_of_another():
     def get(index):
-        rayloader.actors.lifetimes.GRACE_S = 0.0  # of this process, whose actors need not outlive the test
+        rayloader.actors.pool.GRACE_S = 0.0  # of this process, whose actors need not outlive the test
         inner = DataLoader(range(4), 2, num_workers=1, persistent_workers=index == 1)
         batches = [batch.tolist() for _ in range(2) for batch in inner]
         return index, batches, get_worker_info().id

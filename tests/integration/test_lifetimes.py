@@ -18,7 +18,6 @@ import ray
 
 import rayloader.actors.actor
 import rayloader.actors.actors
-import rayloader.actors.lifetimes
 import rayloader.actors.pool
 import rayloader.epoch.hosts
 import rayloader.epoch.iterator
@@ -67,7 +66,7 @@ def spare(own):
 @pytest.fixture
 def patient(monkeypatch):
     """The next loader finds processes warm however long they take to stop."""
-    monkeypatch.setattr(rayloader.actors.lifetimes, "UNWANTED_S", EXIT_LIMIT)
+    monkeypatch.setattr(rayloader.actors.pool, "UNWANTED_S", EXIT_LIMIT)
 
 
 # ---- warm for the next loader
@@ -96,7 +95,7 @@ def test_loaders_find_the_processes_of_others_until_the_grace_is_over(own, patie
     assert set(seen) == {seen[0]}
     processes = [psutil.Process(number) for number in seen[0]]
     get_pool().wait()  # the long one counts for what has come back
-    monkeypatch.setattr(rayloader.actors.lifetimes, "GRACE_S", 0.5)
+    monkeypatch.setattr(rayloader.actors.pool, "GRACE_S", 0.5)
     caplog.set_level(logging.INFO, "rayloader")
     loader = load(pid, 1, **own)
     assert set(loader) == seen[0]
@@ -137,7 +136,7 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
 def at_the_notice(monkeypatch):
     """What a test adds to this is called when `iter()` has begun to wait for late processes."""
     calls = []
-    monkeypatch.setattr(rayloader.actors.lifetimes, "LATE_NOTICE_S", 0.0)
+    monkeypatch.setattr(rayloader.actors.pool, "LATE_NOTICE_S", 0.0)
 
     class Handler(logging.Handler):
         def emit(self, record):
@@ -185,7 +184,7 @@ def test_a_process_that_does_not_answer_for_long_is_replaced(own, starved, monke
     get_pool().wait()
     wait_for([actor.stopped.ref for actor in spare(own)], EXIT_LIMIT)  # it has done that, and is late with the next
     process = starved(before)
-    monkeypatch.setattr(rayloader.actors.lifetimes, "GIVE_UP_S", 0.1)
+    monkeypatch.setattr(rayloader.actors.pool, "GIVE_UP_S", 0.1)
     assert before not in set(loader)
     assert psutil.wait_procs([process], EXIT_LIMIT)[1] == []
     said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
@@ -263,7 +262,6 @@ class Interrupt:
             rayloader.actors.actor,
             rayloader.actors.actors,
             rayloader.actors.pool,
-            rayloader.actors.lifetimes,
             rayloader.workers.fleet,
             rayloader.epoch.iterator,
             rayloader.epoch.hosts,
@@ -344,7 +342,7 @@ def test_an_interrupt_while_actors_are_created_leaves_none_lent(own, monkeypatch
 class NoProcess:
     """In place of an actor's handle: has no process, and is answered at once."""
 
-    hello = stop = SimpleNamespace(remote=lambda *_: ray.put(None))
+    hello = stop = end = SimpleNamespace(remote=lambda *_: ray.put(None))
 
 
 def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monkeypatch):

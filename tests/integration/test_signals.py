@@ -15,7 +15,7 @@ import rayloader
 from latches import Gate, Mail
 from probes import Calls
 from rayloader import DataLoader
-from rayloader.actors import lifetimes
+from rayloader.actors import pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -102,7 +102,7 @@ def test_what_a_handler_raises_in_an_iter_that_waits_for_its_workers_passes_thro
     loader = DataLoader(range(3), None, num_workers=1)
     assert list(loader) == [0, 1, 2]
     with pytest.raises(type(error)) as caught:  # noqa: PT012
-        raises_while_waiting(lifetimes, error)
+        raises_while_waiting(pool, error)
         iter(loader)
     assert caught.value is error
     assert list(loader) == [0, 1, 2]

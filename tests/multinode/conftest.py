@@ -24,7 +24,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 import rayloader.actors.actors
-import rayloader.actors.lifetimes
+import rayloader.actors.pool
 from inside import end_idle_actors_but
 from multinode_data import AWAY, ON_EACH
 from multinode_waiting import remove_nodes, wait_until
@@ -69,8 +69,8 @@ def nodes():
         away = cluster.add_node(num_cpus=2, resources=resources, labels={"place": "away"})
         ray.init(address=cluster.address, log_to_driver=False)
         patch.setattr(rayloader.actors.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
-        patch.setattr(rayloader.actors.lifetimes, "LATE_NOTICE_S", math.inf)
-        patch.setattr(rayloader.actors.lifetimes, "GRACE_S", math.inf)  # nor which epochs find their workers warm
+        patch.setattr(rayloader.actors.pool, "LATE_NOTICE_S", math.inf)
+        patch.setattr(rayloader.actors.pool, "GRACE_S", math.inf)  # nor which epochs find their workers warm
         yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
         rayloader.shutdown()
         ray.shutdown()

@@ -98,8 +98,8 @@ def waits_for_nodes(address, folder, num_workers):
     """The nodes come when this program's clock says that they have taken 90 s, and go a minute after its epoch."""
     import ray
 
-    from rayloader.actors.lifetimes import GRACE_S
     from rayloader.actors.placement import Placement
+    from rayloader.actors.pool import GRACE_S
 
     ray.init(address=address, log_to_driver=False)
     come = Path(folder) / "come"
@@ -111,7 +111,7 @@ def waits_for_nodes(address, folder, num_workers):
         nonlocal later, longest
         longest = max(longest, waited)
         check(placement, pending, of, waited)
-        if placement._cluster.status is not None and placement._cluster.status.coming:
+        if placement.status is not None and placement.status.coming:
             if waited >= 90:
                 come.touch()
             else:
@@ -132,10 +132,9 @@ def works_without_the_gcs():
     import ray
     from ray.cluster_utils import Cluster
 
-    import rayloader.actors.cluster
     import rayloader.actors.placement
 
-    rayloader.actors.placement.INTERVAL_S = rayloader.actors.cluster.INTERVAL_S = 0.0  # whoever may ask, asks
+    rayloader.actors.placement.INTERVAL_S = 0.0  # whoever may ask, asks
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False)

@@ -13,7 +13,7 @@ from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
 from documents import ROOT
 from lacking import Changed, ray_without
-from rayloader.actors import _compat_ray, cluster
+from rayloader.actors import _compat_ray, placement
 from rayloader.actors._compat_ray import NAMES, OTHERS, said_of_end
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
@@ -170,8 +170,10 @@ def test_the_cluster_is_what_the_gcs_and_the_autoscaler_say():
     ids=["report", "status", "client", "reply"],
 )
 def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking, monkeypatch):
-    monkeypatch.setattr(cluster, "ray", lacking())
-    assert cluster.Cluster(lambda: True, lambda: None).ask() is None
+    monkeypatch.setattr(placement, "ray", lacking())
+    placed = placement.Placement(lambda: True, lambda: None)
+    placed._ask()
+    assert placed.status is None
 
 
 def test_an_actor_waits_for_its_node_where_ray_knows_nothing_else():

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayloader.actors.cluster import ClusterStatus, Node, Want
-from rayloader.actors.placement import STALE_S, Placement
+from rayloader.actors.placement import STALE_S, ClusterStatus, Node, Placement, Want
 
 
 class Idle:
@@ -15,11 +14,11 @@ class Idle:
     had_room = None
 
     def __init__(self, node_id="a", **holds):
-        self.node_id = node_id
-        self.holds = holds
+        self.address = SimpleNamespace(node_id=node_id)
+        self.options = {"resources": holds}
 
     def __repr__(self):
-        return f"{self.holds} on {self.node_id}"
+        return f"{self.options} on {self.address.node_id}"
 
 
 def node(node_id="a", labels=None, **free):
@@ -35,8 +34,8 @@ def status(nodes, *waiting, bundles=(), at=1.0):
 
 
 def in_the_way(status, idle, pending=(), placement=None):
-    placement = placement or Placement(SimpleNamespace())
-    placement._cluster.look = lambda: status
+    placement = placement or Placement(lambda: True, lambda: None)
+    placement._look = lambda: status
     return placement.in_the_way(idle, pending)
 
 
@@ -86,7 +85,7 @@ def test_room_is_made_for_the_bundles_of_a_placement_group(cpus, ending):
 
 def test_what_was_just_given_up_is_not_made_room_for_again():
     """Ray's answer may be older than the end of a worker; later it counts as it is."""
-    placement, waiting = Placement(SimpleNamespace()), wait(CPU=1)
+    placement, waiting = Placement(lambda: True, lambda: None), wait(CPU=1)
     assert in_the_way(status(FULL, waiting, at=1.0), [ONE, TWO], [], placement) == [ONE]
     assert in_the_way(status(FULL, waiting, at=1.0), [TWO], [], placement) == [], "that answer was looked at"
     assert in_the_way(status(FULL, waiting, at=1.0 + STALE_S / 2), [TWO], [], placement) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,7 @@ class Process:
         self.calls = 0
         self.hosted: Any = None
         self.started: list[Any] = []  # sources, one for each start
+        self.hello = SimpleNamespace(ref=SimpleNamespace(future=Future))
 
     def comes(self, node_id: str) -> None:
         self.answer, self.address = "hello", Address(node_id)
@@ -64,9 +66,6 @@ class Process:
 
     def host(self, image: Any, contents: object) -> None:
         self.hosted = image.address.name, SimpleNamespace(succeeded=True, value="address", ref=f"of {id(self)}")
-
-    def hosts(self, image: Any) -> bool:
-        return self.hosted is not None and self.hosted[0] == image.address.name
 
     def has_started(self) -> bool:
         if isinstance(self.answer, NeverStarts):

@@ -170,7 +170,7 @@ def test_a_fork_keeps_what_its_parents_jobs_hold():
 def test_a_waker_that_the_collector_finalizes_is_closed_by_the_thread_that_may_still_ring_it():
     jobs = []
     waker = interrupts.Waker(jobs.append)
-    descriptors = [*waker._ends]
+    descriptors = [*waker._fds]
     cycle = [waker]
     cycle.append(cycle)
     del waker, cycle

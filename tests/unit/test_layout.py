@@ -18,7 +18,7 @@ PACKAGE = ROOT / "rayloader"
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
 
 # The parts around the core: it imports each where a program uses it, never at module level.
-PARTS = {"actors", "cli", "data", "frameworks", "gpu", "observe", "plans", "sharing"}
+PARTS = {"actors", "cli", "data", "frameworks", "gpu", "observe", "plans"}
 # What of them every program uses: each loader measures.
 ALWAYS = {"rayloader.observe", "rayloader.observe.recorder"}
 # How many files of the library a program imports that has workers which are forks, and uses no part.
@@ -38,7 +38,6 @@ MAY_IMPORT = {
     "plans": {"", "data", "host", "resume"},
     "random": {"", "transport"},
     "resume": {"", "random", "transport"},
-    "sharing": {"", "actors", "epoch", "gpu", "host", "random", "resume", "transport", "workers"},
     "transport": {""},
     "workers": {"", "resume", "transport"},
 }
@@ -48,7 +47,6 @@ EXCEPTIONS = {
     ("rayloader/__init__.py", "rayloader.frameworks"): "likewise",
     ("rayloader/__init__.py", "rayloader.host.shard_info"): "likewise",
     ("rayloader/__init__.py", "rayloader.plans"): "likewise",
-    ("rayloader/__init__.py", "rayloader.sharing"): "likewise",
     ("rayloader/__main__.py", "rayloader.cli"): "it is the command line",
     ("rayloader/epoch/hosts.py", "rayloader.actors"): "where the program uses Ray",
     ("rayloader/epoch/hosts.py", "rayloader.gpu"): "for a type",
@@ -61,12 +59,15 @@ EXCEPTIONS = {
     ("rayloader/loader.py", "rayloader.gpu"): "for `batch_at` of a loader with a device",
     ("rayloader/loader.py", "rayloader.workers.ray_use"): "it must see each fork from the import of the package on",
     ("rayloader/options.py", "rayloader.gpu"): "for `device`",
+    ("rayloader/sharing.py", "rayloader.actors"): "for whoever shares a loader or reads a share",
+    ("rayloader/sharing.py", "rayloader.host.shard_info"): "to know whether a stream is divided",
+    ("rayloader/sharing.py", "rayloader.workers.janitor"): "for what a consumer leaves to its thread",
     ("rayloader/transport/arena.py", "rayloader.gpu"): "for an arena that is page-locked",
     ("rayloader/transport/lanes.py", "rayloader.gpu"): "for a type",
     ("rayloader/workers/fleet.py", "rayloader.gpu"): "for a type",
     ("rayloader/workers/ray_use.py", "rayloader.actors._compat_ray"): "where the process is connected to Ray",
 }
-MAY_IMPORT_RAY = {"actors", "sharing"}
+MAY_IMPORT_RAY = {"actors"}
 
 
 def imported(source: str) -> set[str]:
@@ -253,7 +254,7 @@ PRIVATE_ATTRIBUTES = {
     ("rayloader/resume/position.py", "_dataset_kind"): "likewise",
     ("rayloader/workers/zygote.py", "_exit"): "documented, of os",
     ("rayloader/host/server.py", "_exit"): "documented, of os",
-    ("rayloader/sharing/producer.py", "_exit"): "documented, of os",
+    ("rayloader/actors/producer.py", "_exit"): "documented, of os",
     ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
     ("rayloader/transport/pickler.py", "_length_"): "likewise",
     ("rayloader/transport/replica.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",

@@ -13,8 +13,16 @@ from ray.util.scheduling_strategies import (
 
 from rayloader import WorkerStartError
 from rayloader.actors import placement, session
-from rayloader.actors.cluster import ClusterStatus, Node, Want, _coming
-from rayloader.actors.placement import LONG_START_TIMEOUT_S, START_TIMEOUT_S, START_TIMEOUT_VARIABLE, Placement
+from rayloader.actors.placement import (
+    LONG_START_TIMEOUT_S,
+    START_TIMEOUT_S,
+    START_TIMEOUT_VARIABLE,
+    ClusterStatus,
+    Node,
+    Placement,
+    Want,
+    _coming,
+)
 
 NOW = 1000.0
 HERE, AWAY = "a" * 56, "b" * 56
@@ -46,12 +54,12 @@ def place(monkeypatch):
     clock = SimpleNamespace(now=NOW)
     monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(session, "node_id", lambda: HERE)
+    monkeypatch.setattr(Placement, "_ask", lambda self: None)
+    monkeypatch.setattr(Placement, "_look", lambda self: self.status)
 
     def make(known):
-        cluster = SimpleNamespace(status=known)
-        cluster.look = cluster.ask = lambda: cluster.status
-        made = Placement(cluster)
-        made.cluster, made.clock = cluster, clock
+        made = Placement(lambda: True, lambda: None)
+        made.status, made.clock = known, clock
         return made
 
     return make
@@ -156,7 +164,7 @@ def test_nodes_that_have_just_come_may_be_given_work(place):
     """The autoscaler starts none any more, and Ray has placed nobody yet."""
     placement = place(status(demand=LACKS, coming=1))
     assert not gives_up(placement, [Pending()], 90)
-    placement.cluster.status = status(demand=LACKS)
+    placement.status = status(demand=LACKS)
     assert not gives_up(placement, [Pending()], 91)
     placement.clock.now += START_TIMEOUT_S + 1
     assert gives_up(placement, [Pending()], 152)
@@ -169,14 +177,13 @@ def test_the_users_limit_counts_for_all(place, monkeypatch, known):
     assert gives_up(place(known), [Pending()], 3)
 
 
-def test_before_ray_has_said_where_they_are_there_is_no_error(place, monkeypatch):
-    monkeypatch.setenv(START_TIMEOUT_VARIABLE, "0")
+def test_before_ray_has_said_where_they_are_the_error_says_that(place):
     young = Pending()
     young.created_at = NOW
-    assert not gives_up(place(status(demand=())), [young], 1)
-    assert not gives_up(place(None), [young], 1)
-    with pytest.raises(WorkerStartError, match="each asks for CPU 1; Ray's GCS does not answer"):
-        place(None).check([young], 1, 100)
+    for known, said in ((status(demand=()), "node 10.0.0.1 has CPU 0 free"), (None, "Ray's GCS does not answer")):
+        assert not gives_up(place(known), [young], LONG_START_TIMEOUT_S - 1)
+        with pytest.raises(WorkerStartError, match=f"not said yet whether there is room: each asks for CPU 1; {said}"):
+            place(known).check([young], 1, LONG_START_TIMEOUT_S)
 
 
 # ---- what is said
@@ -341,7 +348,7 @@ def version_2(requests=(), instances=0):
     ids=["none", "version 2", "version 1", "one that only watches", "one that has not begun"],
 )
 def test_both_autoscalers_are_asked_what_they_start(monkeypatch, state, report, coming):
-    monkeypatch.setattr("rayloader.actors.cluster.time", SimpleNamespace(time=lambda: NOW))
+    monkeypatch.setattr("rayloader.actors.placement.time", SimpleNamespace(time=lambda: NOW))
     assert _coming(state, {"time": NOW - 1, "autoscaler_report": report}) == coming
     ended = _coming(state, {"time": NOW - 1000, "autoscaler_report": report})
     assert ended == _coming(state, {}), "a report of an autoscaler that has ended"

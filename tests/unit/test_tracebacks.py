@@ -15,8 +15,8 @@ def files_of_failed_iter(monkeypatch, fails, kind):
 
     `fails` is written in C, so that it is in no line itself.
     """
-    monkeypatch.setattr(pool.session, "ensure", lambda **_: "no number")
-    monkeypatch.setattr(pool, "_get_pool", fails)
+    monkeypatch.setattr(pool.session, "ensure", lambda *_: "no number")
+    monkeypatch.setattr(pool, "Pool", fails)
     with pytest.raises(kind) as caught:
         iter(rayloader.DataLoader([1, 2], num_workers=1, workers="ray"))
     return [frame.filename.rpartition("/")[2] for frame in traceback.extract_tb(caught.value.__traceback__)]

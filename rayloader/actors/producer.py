@@ -277,13 +277,13 @@ class Bundle(RayAnswer):
 
     Args:
         ref: of the call of `Producer.read`.
-        bell: rung when it has come.
+        tell: called when it has come.
     """
 
     @override
     def _note(self, value: Any) -> None:  # in one of Ray's threads
         if isinstance(value, list):
-            super().__init__(value[0], self._bell)
+            super().__init__(value[0], self._tell)
         else:
             super()._note(value)
 

@@ -77,7 +77,7 @@ def share(
         raise ValueError("share() needs num_replicas and rank in the loader of a stream: the producer is no rank")
     check_name(name := f"unnamed-{uuid.uuid4().hex}" if name is None else name)
     check_means("share()")
-    from rayloader.sharing import producer
+    from rayloader.actors import producer
 
     loader = copy.copy(loader)
     loader._iterator = None  # of persistent workers, which belong to this process
@@ -106,7 +106,7 @@ def shared(name: str, rank: int, *, timeout: float = 60.0) -> Consumer:
     """
     check_name(name)
     check_means("shared()")
-    from rayloader.sharing import producer
+    from rayloader.actors import producer
 
     until = time.monotonic() + timeout
     while (found := producer.find(name)) is None and time.monotonic() < until:
@@ -134,7 +134,7 @@ class SharedLoader(contextlib.AbstractContextManager["SharedLoader"]):
             ShareError: the share has ended, or this consumer has left.
             ValueError: the share has no consumer with this rank.
         """
-        from rayloader.sharing.producer import Calls
+        from rayloader.actors.producer import Calls
 
         return Consumer(Calls(self._producer, self.name), rank)
 
@@ -245,7 +245,7 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
     def _ask(self, number: int) -> None:
         """Asks for the items from a number on."""
         call = self._calls.begin("read", *self._me, (self.epoch, self._taken), number, self._set_to)
-        self._bundles.append(self._calls.bundle(call, self._bell))
+        self._bundles.append(self._calls.bundle(call, self._bell.ring))
         self._told, self._told_at = self._taken, time.monotonic()
 
     def _tell(self, epoch: int, taken: int) -> None:
