@@ -378,14 +378,8 @@ class Line:
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other end has closed, or died, and not only finished sending; so it has for a fork's copy."""
+        """Whether the other end has closed, or died; so it has for a fork's copy."""
         return self._socket is None or self._socket.fileno() < 0 or poll(self._socket.fileno(), 0, 0)
-
-    def finish(self) -> None:
-        """Nothing more will be sent; the other end learns that after reading everything. Only with nothing `unsent`."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
@@ -410,7 +404,6 @@ class ListeningLine(Line):
 
     def __init__(self) -> None:
         super().__init__()
-        self._finishing = False
         self.refused = ""
 
     @property
@@ -445,18 +438,6 @@ class ListeningLine(Line):
             listener.close()
         if self.closed:  # by another thread, meanwhile
             self.close()
-        self.flush()
-
-    def flush(self) -> None:
-        """Sends what the socket accepts."""
-        super().flush()
-        if self._finishing and self._socket is not None and not self._out:
-            self._finishing = False
-            super().finish()
-
-    def finish(self) -> None:
-        """Nothing more will be sent; the other end learns that after reading everything."""
-        self._finishing = True
         self.flush()
 
     def close(self) -> None:
