@@ -53,11 +53,6 @@ def check_means(what: str) -> None:
         raise ValueError(f"{what} needs rayloader's own workers, which can't be had here: {why}; leave it out")
 
 
-def is_whole(value: Any) -> bool:
-    """Whether it is a whole number; True is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def check_whole(name: str, value: Any, least: int) -> int:
     """A whole number that the user gave, perhaps one of NumPy's.
 

@@ -25,7 +25,7 @@ from rayloader.errors import ShareError, StateError
 from rayloader.host.shard_info import ranks_told
 from rayloader.interrupts import TICK_S, Bell
 from rayloader.loader import DataLoader
-from rayloader.options import check_means, check_name, is_whole
+from rayloader.options import check_means, check_name, check_whole
 from rayloader.protocol import NONE_YET, Caught
 from rayloader.transport.lanes import Recycled, Wire, from_wire, owned
 
@@ -68,9 +68,8 @@ def share(
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"share() takes a rayloader.DataLoader, got {type(loader).__qualname__}; create one")
-    for argument, value in (("consumers", consumers), ("buffer", buffer)):
-        if not is_whole(value) or value < 1:
-            raise ValueError(f"share() needs {argument} >= 1, a whole number, got {value!r}")
+    check_whole("consumers", consumers, 1)
+    check_whole("buffer", buffer, 1)
     if loader.device is not None or loader.pin_memory:
         raise ValueError("share() takes a loader without device and pin_memory; move the batches in each consumer")
     if isinstance(loader.dataset, IterableDataset) and ranks_told(loader) is None:

@@ -198,7 +198,7 @@ class Hosting:
         self._looked = now
         if line.unsent:
             line.flush()
-        if line.ended and line.hung_up:
+        if line.ended:
             self._calls.clear()
 
     def take_in(self, messages: list[Any]) -> None:
@@ -207,7 +207,7 @@ class Hosting:
 
     def is_unwanted(self) -> bool:
         """Whether nobody waits for an answer over the line any more."""
-        return self._line is not None and self._line.ended and self._line.hung_up
+        return self._line is not None and self._line.ended
 
     def hang_up(self) -> None:
         """Ends the line, and drops the calls that came over it."""

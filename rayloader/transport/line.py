@@ -376,11 +376,6 @@ class Line:
             poll(self._socket.fileno(), select.POLLOUT)
             self.flush()
 
-    @property
-    def hung_up(self) -> bool:
-        """Whether the other end has closed, or died; so it has for a fork's copy."""
-        return self._socket is None or self._socket.fileno() < 0 or poll(self._socket.fileno(), 0, 0)
-
     def close(self) -> None:
         """Ends the line at once, even if data is in transit. Callable more than once, and by any thread."""
         self.closed = self.ended = True

@@ -250,7 +250,6 @@ def test_to_close_is_to_hang_up_whatever_is_unread_and_whoever_has_a_copy(ends, 
     while not worker.ended:
         worker.wait()
         worker.receive()
-    assert worker.hung_up
     worker.send(b"into the void")
     assert not worker.unsent
     os.close(copy)
@@ -272,7 +271,7 @@ def test_another_process_than_the_workers_is_not_let_in():
     stranger = connect(driver.address)
     assert driver.receive() == []
     assert messages(stranger, 1) == []
-    assert stranger.hung_up
+    assert stranger.ended
     stranger.close()
     driver.close()
 
@@ -380,7 +379,7 @@ def test_nobody_waits_for_a_closed_line_that_a_forked_child_has_a_copy_of(first)
             worker = connect(driver.address)
             driver.close()
             assert messages(worker, 1) == []  # once the child has closed its copy
-            assert worker.hung_up
+            assert worker.ended
         else:
             driver.close()
             with pytest.raises(LineError, match="refused"):

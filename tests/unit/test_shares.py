@@ -7,15 +7,15 @@ from rayloader import DataLoader, share, shared
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "kind", "error"),
     [
-        ({"consumers": 0}, "share\\(\\) needs consumers >= 1, a whole number"),
-        ({"consumers": True}, "needs consumers"),
-        ({"consumers": 1, "buffer": 0}, "needs buffer "),
+        ({"consumers": 0}, ValueError, "consumers must be a whole number >= 1, got 0"),
+        ({"consumers": 1.5}, TypeError, "consumers must be a whole number >= 1, got 1.5"),
+        ({"consumers": 1, "buffer": 0}, ValueError, "buffer must be a whole number >= 1, got 0"),
     ],
 )
-def test_arguments_are_checked(options, error):
-    with pytest.raises(ValueError, match=error):
+def test_arguments_are_checked(options, kind, error):
+    with pytest.raises(kind, match=error):
         share(DataLoader(range(3)), **options)
 
 

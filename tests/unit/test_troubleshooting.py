@@ -210,7 +210,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "... attribute should not": set_rank,
     "patch() takes arguments": lambda: rayloader.patch(num_workers=1),
     "share() takes a rayloader": lambda: rayloader.share([1], consumers=1),
-    "share() needs": lambda: rayloader.share(DataLoader(range(4)), consumers=0),
 }
 
 
