@@ -154,7 +154,7 @@ class Actors(Processes):
     @override
     def sources(self, others: list[Actor]) -> Callable[[Actor], Source]:
         contents = self._contents
-        if all(actor.address is not None or actor.lost for actor in others):  # the last ones begin
+        if not [actor for actor in others if actor.address is None and not actor.lost]:  # the last ones begin
             self._contents = []
         return functools.partial(self._source, others, contents, module_folders())
 
@@ -170,7 +170,7 @@ class Actors(Processes):
         if where is None or actor.is_near:
             return source
         near = [a for a in others if not a.lost and a.address is not None and a.address.location == where.location]
-        host = next((a for a in near if a.hosted is not None and a.hosted[0] == image.address.name), actor)
+        host = [*[a for a in near if a.hosted is not None and a.hosted[0] == image.address.name], actor][0]
         if host.hosted is None or host.hosted[0] != image.address.name:
             if not content:
                 content.append(ray.put(PickleBuffer(image.content())))

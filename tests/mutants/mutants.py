@@ -49,12 +49,12 @@ def make_copy(chosen):
 
 def reach(folder):
     """The tests of a folder, or file, that pass: name, seconds, sites."""
-    report = HERE / f"reached-{folder.stem}.jsonl"
-    done = HERE / f"reached-{folder.stem}.done"
+    name = "-".join(folder.with_suffix("").parts)
+    report, done = HERE / f"reached-{name}.jsonl", HERE / f"reached-{name}.done"
     if not done.exists():
         report.unlink(missing_ok=True)
         left_out = [f"--ignore={folder / name}" for name in READS_SOURCES]
-        with (HERE / f"reached-{folder.stem}.log").open("w") as log:
+        with (HERE / f"reached-{name}.log").open("w") as log:
             arguments = ["-p", "reached", f"--reached={report}", *left_out, folder]
             pytest(*arguments, stdout=log, stderr=subprocess.STDOUT).wait()
         done.touch()
@@ -103,7 +103,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="by which they are drawn")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for a mutant")
     parser.add_argument("--of", nargs="*", default=mutation.MUTATED, help="folders of the library")
-    parser.add_argument("--tests", nargs="*", default=[], help="folders or files in tests/; all folders by default")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="folders or files, from tests/ on; all folders by default"
+    )
     given = parser.parse_args()
     chosen = mutation.choose(ROOT / "rayloader", given.count, given.seed, given.of)
     HERE.mkdir(parents=True, exist_ok=True)
