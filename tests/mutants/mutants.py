@@ -103,9 +103,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="by which they are drawn")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for a mutant")
     parser.add_argument("--of", nargs="*", default=mutation.MUTATED, help="folders of the library")
-    parser.add_argument(
-        "--tests", nargs="*", default=[], help="folders or files, from tests/ on; all folders by default"
-    )
+    parser.add_argument("--tests", nargs="*", default=[], help="folders or files in tests/; all folders by default")
     given = parser.parse_args()
     chosen = mutation.choose(ROOT / "rayloader", given.count, given.seed, given.of)
     HERE.mkdir(parents=True, exist_ok=True)
