@@ -1,34 +1,139 @@
-"""Caches in folders to which others may write: nothing of theirs is read, run or written over, or it is no pickle."""
+"""Caches in folders: later runs find the samples, and nothing that others may have put there is read or written over."""
 
 import os
 import pickle
+import signal
 import stat
-from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
+from cache_data import Numbers, in_fork, limited
 from rayloader import CacheError, cached
 from rayloader.data import cached as module
+from rayloader.data import sample_store
 from rayloader.random.generators import global_generators
 from rayloader.transport.pickler import ByValuePickler, dumped
 
-Pair = namedtuple("Pair", "image label")
+WHOLE = [0, 1, 2, 3, 4]
 
 
-class Numbers(Dataset):
-    """Sample `i` is `make(i)`."""
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "caches"
 
-    def __init__(self, make, count=5):
-        self.make, self.count = make, count
 
-    def __len__(self):
-        return self.count
+def opened(folder, make=int, count=5, max_bytes="100MB", key="files"):
+    return cached(Numbers(make, count), max_bytes, folder, key=key)
 
-    def __getitem__(self, index):
-        return self.make(index)
+
+def file_in(folder):
+    (file,) = folder.glob("*.rayloader-cache")
+    return file
+
+
+def test_a_later_run_finds_the_samples(folder):
+    assert [*opened(folder)] == WHOLE
+    again = opened(folder)
+    assert [*again] == WHOLE
+    assert (again.stats().built, again.stats().hits) == (5, 5)
+    assert file_in(folder).name.startswith("Numbers_files-5-")
+    assert np.load(file_in(folder), mmap_mode="r").shape == (6, 2)
+
+
+def test_samples_of_another_key_class_or_length_are_not_used(folder):
+    class Others(Numbers):
+        pass
+
+    assert [*opened(folder)] == WHOLE
+    assert [*opened(folder, repr, key="files!")] == [*"01234"]
+    assert [*opened(folder, repr, 3)] == [*"012"]
+    assert [*cached(Others(repr, 5), where=folder, key="files")] == [*"01234"]
+    assert len([*folder.iterdir()]) == 4
+
+
+@pytest.mark.parametrize("at", [0, 4, 64])  # the checksum, the place of the pickle, and the pickle
+def test_the_machine_may_die(folder, monkeypatch, at):
+    """The index of a file may have reached the disk, and a record not."""
+    kept = opened(folder)
+    assert [*kept] == WHOLE
+    for number, begin, change in (3, at, b"\7"), (4, 0, bytes(64)):
+        place = (kept._store._index[2 + 2 * number] >> 30) * 64 + begin
+        kept._store._bytes[place : place + len(change)] = change
+    del kept
+    monkeypatch.setattr(sample_store, "_boot", lambda: 7)
+    for _ in range(2):
+        again = opened(folder)
+        assert [*again] == WHOLE
+        assert (again.stats().built, again.stats().present) == (5 + 2, 5)
+
+
+def test_a_record_may_be_another_sample_s_or_beyond_the_end(folder, monkeypatch):
+    kept = opened(folder)
+    assert [*kept] == WHOLE
+    index = kept._store._index
+    index[2] = index[4]
+    index[6] += 1 << 50
+    index[8] += 1 << 20
+    index[10] -= 1
+    del kept, index
+    monkeypatch.setattr(sample_store, "_boot", lambda: 7)
+    for _ in range(2):
+        again = opened(folder)
+        assert [*again] == WHOLE
+    assert again.stats().built == 5 + 4
+
+
+def test_a_header_is_on_the_disk_before_its_file_grows(folder, monkeypatch):
+    """So the machine may die at any time, and no file of ours begins with zeros."""
+    done = []
+    for name in ("pwrite", "fsync", "posix_fallocate"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, call=call, name=name: (done.append(name), call(*given))[1])
+    opened(folder)
+    assert done == ["pwrite", "fsync", "posix_fallocate"]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "posix_fallocate"])
+def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(folder, monkeypatch, call):
+    def work():
+        monkeypatch.setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        opened(folder)
+
+    assert in_fork(work) == -signal.SIGKILL
+    assert [*opened(folder)] == WHOLE
+    assert opened(folder).stats().present == 5
+
+
+def test_a_cache_may_grow_and_each_program_keeps_to_its_limit(folder):
+    def make(i):
+        return b"%04d" % i * 1000
+
+    small, large = opened(folder, make, 20, 20_000), opened(folder, make, 20, "1MB")
+    for kept, numbers in (small, range(20)), (large, range(15)), (small, range(20)), (large, range(20)):
+        assert [kept[i] for i in numbers] == [make(i) for i in numbers]
+        assert kept.stats().full == (kept is small)
+    smaller = opened(folder, make, 20, 5_000)
+    assert smaller.stats().present == 20
+    assert [*smaller] == [make(i) for i in range(20)]
+
+
+def test_there_may_be_room_again_after_a_full_disk(folder):
+    """The append that failed in the middle has left a part of a record."""
+
+    def make(i):
+        return b"%04d" % i * 2000
+
+    limited(100_000, lambda: [*opened(folder, make, 20)])
+    kept = opened(folder, make, 20)
+    assert (kept.stats().present, kept.stats().full) == (12, False)
+    for _ in range(2):
+        assert [*kept] == [make(i) for i in range(20)]
+    assert kept.stats().present == 20
+
+
+# ---- what others could have put there
 
 
 class Bomb:
@@ -42,28 +147,17 @@ class Bomb:
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "caches"
+def bomb(tmp_path):
+    yield tmp_path / "bomb"
+    assert not (tmp_path / "bomb").exists()
 
 
-def opened(folder, dataset=(1, 2, 3), **options):
-    return cached(dataset, "100MB", folder, key="the same", **options)
-
-
-def file_in(folder):
-    (file,) = folder.glob("*.rayloader-cache")
-    return file
-
-
-def planted(folder, bomb, **options):
+def planted(folder, bomb):
     """A cache whose samples are bombs, under the name that everybody can compute."""
-    kept = opened(folder, **options)
+    kept = opened(folder)
     for number in range(3):
         kept._store.write(number, Bomb(bomb))
     return file_in(folder)
-
-
-# ---- what others could have put there
 
 
 def to_a_link(file):
@@ -76,10 +170,6 @@ def to_a_link_to_nothing(file):
     file.symlink_to(file.with_name("elsewhere"))
 
 
-def to_a_second_name(file):
-    os.link(file, file.with_name("elsewhere"))
-
-
 def to_a_fifo(file):
     file.unlink()
     os.mkfifo(file, 0o600)
@@ -90,29 +180,34 @@ def to_a_fifo(file):
     [
         (to_a_link, "symbolic links"),
         (to_a_link_to_nothing, "symbolic links"),
-        (to_a_second_name, "and 2 names; delete it"),
+        (lambda file: os.link(file, file.with_name("elsewhere")), "and 2 names; delete it"),
         (to_a_fifo, "got mode 10600,"),
         (lambda file: file.chmod(0o606), "got mode 100606,"),
         (lambda file: file.chmod(0o660), "got mode 100660,"),
     ],
 )
-def test_a_file_that_others_could_have_written_is_not_read(change, why, folder, tmp_path):
-    folder.mkdir()
-    change(planted(folder, tmp_path / "bomb"))
-    before = [(file.lstat().st_size, file.lstat().st_mtime_ns) for file in sorted(folder.iterdir())]
+def test_a_file_that_others_could_have_written_is_not_read(change, why, folder, bomb):
+    def files():
+        return [(file.lstat().st_size, file.lstat().st_mtime_ns) for file in sorted(folder.iterdir())]
+
+    change(planted(folder, bomb))
+    before = files()
     with pytest.raises(CacheError, match=f"the cache .*{why}"):
         opened(folder)
-    assert [(file.lstat().st_size, file.lstat().st_mtime_ns) for file in sorted(folder.iterdir())] == before
-    assert not (tmp_path / "bomb").exists()
+    assert files() == before
 
 
-def test_a_file_of_another_user_is_not_read(folder, tmp_path, monkeypatch):
-    planted(folder, tmp_path / "bomb")
-    user = os.geteuid()
+def test_a_file_of_another_user_is_not_read(folder, bomb, monkeypatch):
+    """Nor taken for the node's: the name of one in memory can be seen in /proc."""
+    planted(folder, bomb)
+    user, fd = os.geteuid(), os.memfd_create("rayloader-cache-planted-0")
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(CacheError, match=rf"tuple_the\S* must be .*, user {user} and 1 names; delete it"):
-        opened(folder)
-    assert not (tmp_path / "bomb").exists()
+    try:
+        with pytest.raises(CacheError, match=rf"Numbers_fi\S* must be .*, user {user} and 1 names; delete it"):
+            opened(folder)
+        assert module._oldest("rayloader-cache-planted-") is None
+    finally:
+        os.close(fd)
 
 
 def test_a_copy_in_another_process_looks_again(folder):
@@ -123,7 +218,7 @@ def test_a_copy_in_another_process_looks_again(folder):
         pickle.loads(copied)
 
 
-@pytest.mark.parametrize("content", [bytes(100), bytes(1 << 20), b"important"])
+@pytest.mark.parametrize("content", [bytes(100), bytes(1 << 20), b"important", bytes(4096) + b"important" * 10_000])
 def test_a_victim_s_file_is_neither_emptied_nor_written_to(content, folder, tmp_path):
     opened(folder)
     victim = tmp_path / "victim"
@@ -138,29 +233,16 @@ def test_a_victim_s_file_is_neither_emptied_nor_written_to(content, folder, tmp_
         assert file.read_bytes() == content
 
 
-def test_what_is_made_is_this_user_s_alone(tmp_path):
-    before = os.umask(0)
+def test_what_is_made_is_this_user_s_alone_and_moves_no_generator(folder):
+    def generators():
+        own = global_generators()[0][0].getstate()
+        return torch.get_rng_state().tolist(), own, np.random.get_state()[1].tolist()
+
+    states, mask = generators(), os.umask(0)
     try:
-        opened(tmp_path / "one" / "two")
+        opened(folder / "below")
     finally:
-        os.umask(before)
-    made = [tmp_path / "one" / "two", file_in(tmp_path / "one" / "two")]
+        os.umask(mask)
+    assert generators() == states
+    made = [folder / "below", file_in(folder / "below")]
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o600]
-
-
-def test_a_file_of_another_user_is_not_taken_for_the_node_s(monkeypatch):
-    """Its name can be seen in /proc."""
-    fd = os.memfd_create("rayloader-cache-planted-0")
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    try:
-        assert module._oldest("rayloader-cache-planted-") is None
-    finally:
-        os.close(fd)
-
-
-def test_opening_a_folder_moves_no_generator(folder):
-    before = [torch.get_rng_state().tolist(), global_generators()[0][0].getstate(), np.random.get_state()[1].tolist()]
-    for _ in range(2):
-        opened(folder)
-    after = [torch.get_rng_state().tolist(), global_generators()[0][0].getstate(), np.random.get_state()[1].tolist()]
-    assert before == after
