@@ -1,4 +1,4 @@
-"""Columns of dictionaries that differ from part to part, and folders as Hive names them."""
+"""Columns of dictionaries that differ from part to part."""
 
 import numpy as np
 import pyarrow as pa
@@ -50,44 +50,18 @@ def plain(value):
 
 
 def source_of(how, columns, folder):
-    """Columns as batches of a table, a mapped file, one that is converted, or row groups, or files of their own."""
+    """Columns as batches of a table, a mapped file, or row groups, or files of their own."""
     schema = pa.schema({"x": columns[0].type})
     tables = [pa.table([column], schema) for column in columns]
     match how:
         case "table":
             return pa.concat_tables(tables)
-        case "mapped" | "compressed":
-            options = pa.ipc.IpcWriteOptions(compression="zstd" if how == "compressed" else None)
-            with pa.ipc.new_stream(str(folder / "x.arrow"), schema, options=options) as writer:
-                for table in tables:
-                    writer.write_table(table)
-        case "row groups":
-            with parquet.ParquetWriter(folder / "x.parquet", schema) as writer:
+        case "mapped" | "row groups":
+            kind, name = (pa.ipc.new_stream, "x.arrow") if how == "mapped" else (parquet.ParquetWriter, "x.parquet")
+            with kind(str(folder / name), schema) as writer:
                 for table in tables:
                     writer.write_table(table)
         case "files":
             for number, table in enumerate(tables):
                 parquet.write_table(table, folder / f"{number}.parquet")
     return folder
-
-
-def tree(folder, names, table=None):
-    """Files with these names, each with a row of its own."""
-    for number, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pa.table({"i": [number], "t": [name]}) if table is None else table, folder / name)
-    return folder
-
-
-TREES = {
-    "numbers": ["day=3/a.parquet", "day=10/a.parquet", "day=10/b.parquet"],
-    "text": ["day=3/a.parquet", "day=x/a.parquet"],
-    "dates": ["day=2020-01-02/a.parquet"],
-    "too large": ["day=3000000000/a.parquet", "day=1/a.parquet"],
-    "several": ["day=3/h=1/a.parquet", "day=3/h=b/a.parquet"],
-    "null": ["day=3/a.parquet", "day=__HIVE_DEFAULT_PARTITION__/a.parquet"],
-    "quoted": ["a%20day=a%20b%2Fc/a.parquet"],
-    "lacking": ["day=3/a.parquet", "b.parquet", "x=a/c.parquet"],
-    "other folders": ["day=3/sub/a.parquet", "day=4/sub/h=1/a.parquet"],
-    "not data": ["day=3/a.parquet", "day=3/_b.parquet", "day=4/.tmp/a.parquet", "_day=5/a.parquet"],
-}
