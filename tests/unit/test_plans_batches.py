@@ -25,11 +25,14 @@ def flat(batches):
     return [item for batch in batches for item in batch]
 
 
-def repeated(found, count):
-    """How often samples come more than once, where all are to come at least once."""
-    counts = Counter(found)
-    assert sorted(counts) == [*range(count)]
-    return len(found) - count
+def check_all_come(order, lengths, ranks):
+    """Each rank has equally many batches, and samples come again only if no batch can be halved."""
+    counts = Counter(flat(order))
+    assert sorted(counts) == [*range(len(lengths))]
+    assert len(order) % ranks == 0
+    again = counts.total() - len(lengths)
+    assert again < ranks
+    assert again == 0 or max(map(len, order)) == 1
 
 
 @given(
@@ -44,38 +47,30 @@ def repeated(found, count):
 def test_batches_stay_within_the_budget_and_have_every_sample(lengths, budget, window, most, multiple, ranks):
     plan = TokenBudget(lengths, budget, window=window, max_samples=most, multiple_of=multiple)
     order = plan.order_for(ranks)
+    check_all_come(order, lengths, ranks)
     for batch in order:
-        assert batch
         assert len(batch) * max(lengths[sample] for sample in batch) <= budget
         assert most is None or len(batch) <= most
-    assert len(order) % ranks == 0
-    again = repeated(flat(order), len(lengths))
-    assert again < ranks
-    assert again == 0 or max(map(len, order)) == 1  # no batch can be halved
     assert [[*plan.for_rank(ranks, rank)] for rank in range(ranks)] == [[*order[rank::ranks]] for rank in range(ranks)]
     assert {len(plan.for_rank(ranks, rank)) for rank in range(ranks)} == {len(order) // ranks}
 
 
 def filled(lengths, budget):
-    """Batches of the whole, sorted."""
+    """Batches of the whole, from the longest on."""
     batches, batch = [], []
-    for number in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > budget:
+    for length in sorted(lengths, reverse=True):
+        if batch and (len(batch) + 1) * batch[0] > budget:
             batches, batch = [*batches, batch], []
-        batch.append(number)
+        batch.append(length)
     return [*batches, batch]
 
 
 @given(lengths=LENGTHS, budget=st.integers(20, 90))
 @settings(deadline=None, max_examples=30)
-def test_batches_of_one_window_are_those_of_a_loop(lengths, budget):
-    found = sorted(sorted(lengths[i] for i in batch) for batch in TokenBudget(lengths, budget))
-    assert found == sorted(sorted(lengths[i] for i in batch) for batch in filled(lengths, budget))
-
-
-def test_batches_are_multiples_where_more_fit():
-    sizes = Counter(map(len, TokenBudget([3] * 100, 40, multiple_of=8)))
-    assert sizes == {8: 12, 4: 1}
+def test_batches_of_one_window_are_those_of_a_loop_and_multiples_where_more_fit(lengths, budget):
+    found = [sorted((lengths[i] for i in batch), reverse=True) for batch in TokenBudget(lengths, budget)]
+    assert sorted(found) == sorted(filled(lengths, budget))
+    assert Counter(map(len, TokenBudget([3] * 100, 40, multiple_of=8))) == {8: 12, 4: 1}
 
 
 @pytest.mark.parametrize("power", [1, 2])
@@ -97,26 +92,13 @@ def test_the_batches_of_a_step_cost_nearly_the_same(power):
 
 
 def test_another_epoch_is_another_plan_and_the_same_one_the_same():
-    lengths = [*range(1, 200)]
-    plan = TokenBudget(lengths, 400)
+    plan, again = TokenBudget(SIZES, 100), TokenBudget(SIZES, 100)
     first = [*plan]
     plan.set_epoch(1)
-    second = [*plan]
-    assert first != second
-    assert sorted(flat(first)) == sorted(flat(second))
-    again = TokenBudget(lengths, 400)
     again.set_epoch(1)
-    assert [*again] == second
-    assert [*TokenBudget(lengths, 400, seed=1)] != first
-
-
-def test_an_iterator_goes_on_in_its_own_epoch():
-    plan = TokenBudget([*range(1, 50)], 100)
-    whole, iterator = [*plan], iter(plan)
-    begun = [next(iterator)]
-    plan.set_epoch(5)
-    len(plan)
-    assert [*begun, *iterator] == whole
+    assert first != [*plan] == [*again]
+    assert sorted(flat(first)) == sorted(flat(plan))
+    assert [*TokenBudget(SIZES, 100, seed=1)] != first
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
@@ -125,56 +107,6 @@ def test_the_last_step_may_be_left_out(ranks):
     plan = TokenBudget([10] * 50, 30, num_replicas=ranks, drop_last=True)
     assert len(plan) == whole // ranks * ranks
     assert max(Counter(flat(plan)).values()) == 1
-
-
-def test_too_few_batches_for_the_ranks():
-    plan = TokenBudget([10] * 3, 30, num_replicas=4, drop_last=True)
-    with pytest.raises(ValueError, match="with drop_last each rank must have a batch, got 1 for 4 ranks"):
-        len(plan)
-
-
-def test_samples_above_the_budget_are_named_or_left_out():
-    with pytest.raises(ValueError, match="must fit into max_tokens=50, and sample 2 has the length 60"):
-        TokenBudget([1, 2, 60, 70], 50)
-    plan = TokenBudget([1, 2, 60, 70], 50, too_long="skip")
-    assert sorted(flat(plan)) == [0, 1]
-    assert plan.left_out == 2
-    with pytest.raises(ValueError, match="all of 2 samples are longer than max_tokens=5"):
-        TokenBudget([60, 70], 5, too_long="skip")
-    with pytest.raises(ValueError, match="too_long must be one of error, skip, got 'split'"):
-        TokenBudget([60, 70], 5, too_long="split")
-
-
-@pytest.mark.parametrize(
-    ("lengths", "error"),
-    [
-        ([], "lengths must be a number for each of 1 to 4294967295 samples"),
-        ([[1]], "lengths must be a number for each of 1 to 4294967295 samples"),
-        ([3, -1], "lengths must be from 1 to 4294967295, and sample 1 has -1"),
-        ([3, 0], "lengths must be from 1 to 4294967295, and sample 1 has 0"),
-        ([3.0, float("nan")], "lengths must be whole numbers, got the type float64; fill in"),
-        ([0.5, 1.5], "lengths must be whole numbers, got the type float64"),
-        (pa.array([1, None]), "lengths must be whole numbers, got the type float64; fill in"),
-    ],
-)
-def test_lengths_that_make_no_sense(lengths, error):
-    with pytest.raises((ValueError, TypeError), match=error):
-        TokenBudget(lengths, 100)
-
-
-def test_lengths_are_arrays_tensors_columns_and_memory_maps(tmp_path):
-    mapped = np.memmap(tmp_path / "lengths", np.int32, "w+", shape=3)
-    mapped[:] = [3, 1, 2]
-    columns = pa.chunked_array([[3, 1], [2]])
-    for lengths in ([3, 1, 2], torch.tensor([3, 1, 2]), columns, np.array([3, 1, 2], np.uint8), mapped):
-        assert lengths_of(lengths).tolist() == [3, 1, 2]
-    assert np.shares_memory(lengths_of(mapped), mapped)
-
-
-@pytest.mark.parametrize("wrong", [np.array([np.nan]), np.array([0.0]), np.array([1.0, 2.0])])
-def test_costs_that_make_no_sense(wrong):
-    with pytest.raises(ValueError, match="cost must give a finite number above 0 for each of 1 batches"):
-        len(TokenBudget([1, 2], 10, cost=lambda *_: wrong))
 
 
 # ---- packs
@@ -204,8 +136,7 @@ def test_packs_are_those_of_best_fit_decreasing(room, data):
 def test_packs_have_every_sample_and_never_more_than_fits(lengths, room, window, ranks):
     order = Packing(lengths, room, window=window).order_for(ranks)
     assert all(sum(lengths[sample] for sample in pack) <= room for pack in order)
-    assert len(order) % ranks == 0
-    assert repeated(flat(order), len(lengths)) == 0 or max(map(len, order)) == 1
+    check_all_come(order, lengths, ranks)
 
 
 @given(lengths=LENGTHS, room=st.integers(1, 30), ranks=RANKS, algorithm=st.sampled_from(["concat", "best-fit"]))
@@ -225,91 +156,94 @@ def test_parts_of_samples_have_every_token_once(lengths, room, ranks, algorithm)
         assert sorted(held, reverse=True)[:-1] == [room] * (len(held) - 1)
 
 
-def test_concat_may_drop_the_last_pack():
+def test_how_full_packs_are():
     plan = Packing([7, 8], 4, algorithm="concat", drop_last=True)
-    assert plan.efficiency == 1
-    assert len(plan) == 3
-
-
-def test_a_log_normal_fills_packs():
-    generator = np.random.default_rng(0)
-    lengths = generator.lognormal(np.log(500) - 0.5, 1, 50_000).astype(int).clip(1, 4096)
-    plan = Packing(lengths, 4096)
-    assert plan.efficiency > 0.98
+    assert (plan.efficiency, len(plan)) == (1, 3)
+    lengths = np.random.default_rng(0).lognormal(np.log(500) - 0.5, 1, 50_000).astype(int).clip(1, 4096)
+    assert Packing(lengths, 4096).efficiency > 0.98
     assert Packing(lengths, 4096, window=4096).efficiency > 0.98
 
 
-@pytest.mark.parametrize(("too_long", "left_out"), [("skip", 25), ("truncate", 15), ("split", 0)])
-def test_what_becomes_of_samples_that_are_too_long(too_long, left_out):
+@pytest.mark.parametrize(
+    ("too_long", "left_out", "said", "packs"),
+    [
+        ("skip", 25, "left out", [[0], [2]]),
+        ("truncate", 15, "cut off", [[0], [1], [2]]),
+        ("split", 0, "split", [[(0, 0, 5), (1, 20, 25)], [(1, 0, 10)], [(1, 10, 20)], [(2, 0, 10)]]),
+    ],
+)
+def test_what_becomes_of_samples_that_are_too_long(too_long, left_out, said, packs):
     plan = Packing([5, 25, 10], 10, too_long=too_long)
     assert (plan.too_many, plan.left_out) == (1, left_out)
-    packs = sorted(map(sorted, plan))
-    assert (
-        packs
-        == {
-            "skip": [[0], [2]],
-            "truncate": [[0], [1], [2]],
-            "split": [[(0, 0, 5), (1, 20, 25)], [(1, 0, 10)], [(1, 10, 20)], [(2, 0, 10)]],
-        }[too_long]
-    )
-    assert (how := {"skip": "left out", "truncate": "cut off", "split": "split"}[too_long]) in plan.describe(), how
+    assert sorted(map(sorted, plan)) == packs
+    assert said in plan.describe()
+    budget = TokenBudget([1, 2, 60, 70], 50, too_long="skip")
+    assert (sorted(flat(budget)), budget.left_out) == ([0, 1], 2)
 
 
-def test_what_they_tell_of_themselves():
-    lengths = np.random.default_rng(0).integers(1, 100, 500)
-    budget = TokenBudget(lengths, 300, num_replicas=2)
-    text = budget.describe()
-    assert "samples  500\n" in text
-    assert f"{len(budget) // 2:,} for 2 ranks; the most expensive batch" in text
-    assert f"{budget.padding:.2%} of the tokens" in text
-    assert "efficiency" in Packing(lengths, 300).describe()
-    assert "for one rank" in Packing(lengths, 300).describe()
-    assert "12 tokens" in Packing([3, 4, 5], 8).describe()
+# ---- arguments
 
 
-def test_wrong_arguments_of_packing():
-    with pytest.raises(ValueError, match="must fit into seq_len=10, and sample 1 has the length 25"):
-        Packing([5, 25], 10)
-    with pytest.raises(ValueError, match="algorithm must be"):
-        Packing([5], 10, algorithm="first-fit")
+def test_lengths_are_arrays_tensors_columns_and_memory_maps(tmp_path):
+    mapped = np.memmap(tmp_path / "lengths", np.int32, "w+", shape=3)
+    mapped[:] = [3, 1, 2]
+    columns = pa.chunked_array([[3, 1], [2]])
+    for lengths in ([3, 1, 2], torch.tensor([3, 1, 2]), columns, np.array([3, 1, 2], np.uint8), mapped):
+        assert lengths_of(lengths).tolist() == [3, 1, 2]
+    assert np.shares_memory(lengths_of(mapped), mapped)
 
 
-def test_ranks_of_a_plan():
+NO_COST = "cost must give a finite number above 0 for each of 1 batches"
+WRONG = [
+    *((f"lengths must be a number for each of 1 to {2**32 - 1} samples", {"lengths": of}) for of in ([], [[1]])),
+    (f"lengths must be from 1 to {2**32 - 1}, and sample 1 has -1", {"lengths": [3, -1]}),
+    (f"lengths must be from 1 to {2**32 - 1}, and sample 1 has 0", {"lengths": [3, 0]}),
+    ("lengths must be whole numbers, got the type float64; fill in", {"lengths": [3.0, float("nan")]}),
+    ("lengths must be whole numbers, got the type float64; fill in", {"lengths": pa.array([1, None])}),
+    *((NO_COST, {"cost": lambda *_, of=of: np.array(of)}) for of in ([np.nan], [0.0], [1.0, 2.0])),
+    ("must fit into max_tokens=50, and sample 2 has the length 60", {"lengths": [1, 2, 60, 70]}),
+    ("all of 2 samples are longer than max_tokens=50", {"lengths": [60, 70], "too_long": "skip"}),
+    ("too_long must be one of error, skip, got 'split'", {"lengths": [60, 70], "too_long": "split"}),
+    ("with drop_last each rank must have a batch, got 1 for 4 ranks", {"num_replicas": 4, "drop_last": True}),
+]
+
+
+@pytest.mark.parametrize(("error", "arguments"), WRONG)
+def test_arguments_that_make_no_sense(error, arguments):
+    with pytest.raises((ValueError, TypeError), match=error):
+        len(TokenBudget(**{"lengths": [10] * 3, "max_tokens": 50, **arguments}))
+
+
+def test_arguments_of_packing_and_of_ranks_that_make_no_sense():
     plan = TokenBudget([1], 1)
-    with pytest.raises(ValueError, match="num_replicas must be a whole number >= 3"):
-        plan.for_rank(2, 2)
-    with pytest.raises(ValueError, match="epoch must be a whole number >= 0"):
-        plan.set_epoch(-1)
+    for error, call in {
+        "must fit into seq_len=10, and sample 1 has the length 25": lambda: Packing([5, 25], 10),
+        "algorithm must be": lambda: Packing([5], 10, algorithm="first-fit"),
+        "num_replicas must be a whole number >= 3": lambda: plan.for_rank(2, 2),
+        "epoch must be a whole number >= 0": lambda: plan.set_epoch(-1),
+    }.items():
+        with pytest.raises(ValueError, match=error):
+            call()
 
-
-# ---- where plans are given
 
 WRONG_PLACES = {
-    "sampler": (lambda: {"sampler": TokenBudget(SIZES, 60)}, "TokenBudget gives whole batches.*batch_sampler="),
-    "sampler, of a rank": (lambda: {"sampler": Packing(SIZES, 60).for_rank(2, 0)}, "Packing gives.*batch_sampler="),
-    "sampler, with a size": (
-        lambda: {"sampler": Packing(SIZES, 60), "batch_size": 4, "drop_last": True},
-        "Packing gives whole batches.*batch_sampler=",
-    ),
-    "in a batch sampler": (
-        lambda: {"batch_sampler": BatchSampler(TokenBudget(SIZES, 60), 4, False)},
-        "TokenBudget gives whole batches.*batch_sampler=",
-    ),
+    "sampler": lambda: {"sampler": TokenBudget(SIZES, 60)},
+    "sampler, of a rank": lambda: {"sampler": TokenBudget(SIZES, 60).for_rank(2, 0)},
+    "sampler, with a size": lambda: {"sampler": TokenBudget(SIZES, 60), "batch_size": 4, "drop_last": True},
+    "in a batch sampler": lambda: {"batch_sampler": BatchSampler(TokenBudget(SIZES, 60), 4, False)},
 }
 
 
 @pytest.mark.parametrize("case", WRONG_PLACES)
 def test_a_plan_of_batches_is_no_sampler_of_samples(case):
-    given, error = WRONG_PLACES[case]
+    given, error = WRONG_PLACES[case], "TokenBudget gives whole batches.*batch_sampler="
     with pytest.raises(ValueError, match=error):
         rayloader.DataLoader(SIZES, **given())
     with rayloader.patch(), pytest.raises(ValueError, match=error):
         TorchDataLoader(SIZES, **given())
-
-
-def test_a_plan_of_batches_among_ranks_is_none_either():
-    with pytest.raises(ValueError, match="TokenBudget gives whole batches"):
-        rayloader.DataLoader(SIZES, sampler=TokenBudget(SIZES, 60), num_replicas=2, rank=0)
+    if case == "sampler":
+        with pytest.raises(ValueError, match="TokenBudget gives whole batches"):
+            rayloader.DataLoader(SIZES, **given(), num_replicas=2, rank=0)
 
 
 def test_a_dataset_may_be_asked_for_whole_batches():
@@ -326,7 +260,6 @@ def test_a_dataset_may_be_asked_for_whole_batches():
 @pytest.mark.parametrize("rank", [None, 0])
 def test_a_plan_of_samples_is_no_batch_sampler(rank):
     plan = Mixture([40], [1])
-    with pytest.raises(
-        ValueError, match=r"Mixture gives samples, and batch_sampler must .* sampler=, with batch_size="
-    ):
+    error = r"Mixture gives samples, and batch_sampler must .* sampler=, with batch_size="
+    with pytest.raises(ValueError, match=error):
         rayloader.DataLoader(SIZES, batch_sampler=plan if rank is None else plan.for_rank(2, rank))

@@ -15,21 +15,21 @@ from rayloader.plans import Cuts, PackedStream, pack_collate
 TEXTS = [[1, 2, 3], [4, 5], [6]]
 
 
-def test_a_pack_of_lists():
-    pack = pack_collate(TEXTS)
-    assert pack["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert pack["labels"].tolist() == [-100, 2, 3, -100, 5, -100]
-    assert pack["position_ids"].tolist() == [0, 1, 2, 0, 1, 0]
-    assert pack["seq_ids"].tolist() == [0, 0, 0, 1, 1, 2]
-    assert pack["cu_seqlens"].tolist() == [0, 3, 5, 6]
-    assert pack["max_seqlen"] == 3
-    assert {name: value.dtype for name, value in pack.items() if name != "max_seqlen"} == {
-        "input_ids": torch.int64,
-        "labels": torch.int64,
-        "position_ids": torch.int64,
-        "seq_ids": torch.int32,
-        "cu_seqlens": torch.int32,
+def test_a_pack_of_lists_and_a_padded_one_whose_padding_is_a_sequence_of_its_own():
+    pack, padded = pack_collate(TEXTS), pack_collate(TEXTS, seq_len=8, pad=True, pad_id=9)
+    expected = {
+        "input_ids": (torch.int64, [1, 2, 3, 4, 5, 6], [9, 9]),
+        "labels": (torch.int64, [-100, 2, 3, -100, 5, -100], [-100, -100]),
+        "position_ids": (torch.int64, [0, 1, 2, 0, 1, 0], [0, 1]),
+        "seq_ids": (torch.int32, [0, 0, 0, 1, 1, 2], [-1, -1]),
+        "cu_seqlens": (torch.int32, [0, 3, 5, 6], [8]),
     }
+    assert pack.keys() - {"max_seqlen"} == expected.keys()
+    for name, (kind, values, more) in expected.items():
+        assert (pack[name].dtype, pack[name].tolist(), padded[name].tolist()) == (kind, values, values + more)
+    assert (pack["max_seqlen"], padded["max_seqlen"]) == (3, 3)
+    assert pack_collate([[1] * 8], seq_len=8, pad=True)["cu_seqlens"].tolist() == [0, 8]
+    assert pack_collate([[1, 2, 3, 4], [5]], seq_len=3)["input_ids"].tolist() == [1, 2, 3, 5]
 
 
 def test_a_pack_of_dicts_joins_the_fields_that_are_as_long():
@@ -45,87 +45,72 @@ def test_a_pack_of_dicts_joins_the_fields_that_are_as_long():
     assert samples[0]["labels"].tolist() == [10, 20, 30]
 
 
-ROWS = [
-    {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4], "words": list("abcd")},
-    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "words": list("efg")},
-]
-
-
 def test_lists_of_numbers_are_joined_as_datasets_of_hugging_face_give_them():
-    pack = pack_collate(ROWS)
+    rows = [
+        {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4], "words": list("abcd")},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "words": list("efg")},
+    ]
+    pack = pack_collate(rows)
     assert pack["labels"].tolist() == [-100, -100, 3, 4, -100, 6, 7]
     assert "words" not in pack
-    cuts = Cuts(ROWS)
+    cuts = Cuts(rows)
     pack = pack_collate([cuts[0, 1, 3], cuts[1, 0, 2]])
     assert pack["input_ids"].tolist() == [2, 3, 5, 6]
     assert pack["labels"].tolist() == [-100, 3, -100, 6]
 
 
-def test_labels_that_do_not_fit_are_an_error_and_never_the_tokens():
-    with pytest.raises(ValueError, match=r"as long as the tokens, \[2\], and 'labels' is \[3\] long"):
-        pack_collate([{"input_ids": [1, 2], "labels": [1, 2, 3]}])
-
-
-def test_a_padded_pack_has_one_shape_and_padding_is_a_sequence_of_its_own():
-    pack = pack_collate(TEXTS, seq_len=8, pad=True, pad_id=9)
-    assert pack["input_ids"].tolist() == [1, 2, 3, 4, 5, 6, 9, 9]
-    assert pack["labels"].tolist()[-2:] == [-100, -100]
-    assert pack["position_ids"].tolist()[-2:] == [0, 1]
-    assert pack["seq_ids"].tolist()[-2:] == [-1, -1]
-    assert pack["cu_seqlens"].tolist() == [0, 3, 5, 6, 8]
-    assert pack_collate([[1] * 8], seq_len=8, pad=True)["cu_seqlens"].tolist() == [0, 8]
-
-
-def test_samples_are_cut_off():
-    assert pack_collate([[1, 2, 3, 4], [5]], seq_len=3)["input_ids"].tolist() == [1, 2, 3, 5]
-
-
-def test_what_does_not_fit_together():
-    with pytest.raises(ValueError, match="each field must be as long as the tokens"):
-        pack_collate(
-            [{"input_ids": [1, 2], "other": np.ones(2)}, {"input_ids": [1, 2], "other": np.ones(1)}],
-        )
-    with pytest.raises(ValueError, match="a pack that is padded must fit into seq_len, got 6 tokens and seq_len=5"):
-        pack_collate(TEXTS, seq_len=5, pad=True)
-
-
 def test_parts_of_samples():
     cuts = Cuts([{"input_ids": [1, 2, 3], "wave": torch.ones(2, 3), "name": "x"}])
     part = cuts[0, 1, 3]
-    assert part["input_ids"] == [2, 3]
-    assert part["wave"].shape == (2, 2)
-    assert part["name"] == "x"
-    assert cuts[0]["input_ids"] == [1, 2, 3]
-    assert len(cuts) == 1
+    assert (part["input_ids"], part["wave"].shape, part["name"]) == ([2, 3], (2, 2), "x")
+    assert (cuts[0]["input_ids"], len(cuts)) == ([1, 2, 3], 1)
     assert Cuts(TEXTS)[0, 0, 2] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "error"),
+    [
+        (
+            [{"input_ids": [1, 2], "labels": [1, 2, 3]}],
+            {},
+            r"must be as long as the tokens, \[2\], and 'labels' is \[3\] long",
+        ),
+        ([{"input_ids": [1, 2], "x": np.ones(size)} for size in (2, 1)], {}, "each field must be as long as the tok"),
+        (TEXTS, {"seq_len": 5, "pad": True}, "padded must fit into seq_len, got 6 tokens and seq_len=5"),
+    ],
+)
+def test_what_does_not_fit_together(samples, options, error):
+    with pytest.raises(ValueError, match=error):
+        pack_collate(samples, **options)
 
 
 # ---- streams
 
 
 class Stream:
-    """Sequences, with a state or without."""
+    """Sequences, without a state."""
 
     def __init__(self, sizes):
         self.sizes = sizes
 
     def __iter__(self):
-        return Reading(self.sizes) if isinstance(self, Stateful) else iter(Reading.of(self.sizes))
+        return iter(sequences(self.sizes))
 
 
 class Stateful(Stream):
-    pass
+    """With one, of its iterator."""
+
+    def __iter__(self):
+        return Reading(self.sizes)
+
+
+def sequences(sizes):
+    return [torch.arange(end - size, end) for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
 
 
 class Reading:
     def __init__(self, sizes):
-        self.left = self.of(sizes)
-        self.read = 0
-
-    @staticmethod
-    def of(sizes):
-        ends = np.cumsum(sizes)
-        return [torch.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        self.left, self.read = sequences(sizes), 0
 
     def __iter__(self):
         return self
@@ -147,10 +132,9 @@ class Reading:
 @settings(deadline=None, max_examples=25)
 def test_packs_of_a_stream_have_every_token_and_go_on_from_a_state(sizes, seq_len, kind, data):
     packed = PackedStream((Stateful if kind else Stream)(sizes), seq_len, drop_last=False)
-    whole = [*packed]
-    tokens = [token for pack in whole for token in pack["input_ids"].tolist()]
-    assert tokens == [*range(sum(sizes))]
-    assert {len(pack["seq_ids"]) for pack in whole[:-1]} <= {seq_len}
+    whole = [pack["input_ids"].tolist() for pack in packed]
+    assert sum(whole, []) == [*range(sum(sizes))]
+    assert {len(pack) for pack in whole[:-1]} <= {seq_len}
     assert len([*PackedStream(packed.stream, seq_len)]) == sum(sizes) // seq_len
     iterator = iter(packed)
     assert hasattr(iterator, "state_dict") is kind
@@ -163,12 +147,13 @@ def test_packs_of_a_stream_have_every_token_and_go_on_from_a_state(sizes, seq_le
     assert sum(map(len, state["open"])) < max(6, seq_len)
     again = iter(packed)
     again.load_state_dict(state)
-    assert [pack["input_ids"].tolist() for pack in again] == [pack["input_ids"].tolist() for pack in whole[taken:]]
+    assert [pack["input_ids"].tolist() for pack in again] == whole[taken:]
 
 
 class Counting:
-    def __init__(self):
-        self.read = 0
+    """A stream that has a state itself, and begins again after its end."""
+
+    read = 0
 
     def __iter__(self):
         while self.read < 6:
@@ -183,45 +168,36 @@ class Counting:
         self.read = state["read"]
 
 
-def test_a_stream_that_has_a_state_itself():
-    packed, other = PackedStream(Counting(), 4), PackedStream(Counting(), 4)
-    iterator = iter(packed)
-    next(iterator)
-    assert packed.state_dict() == {"read": 2}
-    state = iterator.state_dict()
-    assert state == {"open": [[2, 2]], "source": None, "ended": False, "end": None}
-    other.load_state_dict({"read": 2})
-    again = iter(other)
-    again.load_state_dict(state)
-    assert next(again)["input_ids"].tolist() == [2, 2, 3, 3]
-
-
-def test_a_stream_is_not_begun_again_after_its_last_pack():
+@pytest.mark.parametrize(("taken", "read", "rest"), [(1, 2, [2, 2, 3, 3]), (5, 0, None)])
+def test_a_stream_that_has_a_state_itself(taken, read, rest):
+    """It is not begun again after its last pack."""
     packed, other = (PackedStream(Counting(), 4, drop_last=False) for _ in range(2))
     iterator = iter(packed)
-    assert len([next(iterator) for _ in range(5)]) == 5
+    for _ in range(taken):
+        next(iterator)
+    state = iterator.state_dict()
+    if rest:
+        assert state == {"open": [[2, 2]], "source": None, "ended": False, "end": None}
+        assert packed.state_dict() == {"read": read}
     other.load_state_dict(packed.state_dict())
     again = iter(other)
-    again.load_state_dict(iterator.state_dict())
-    assert [*again] == []
-    assert len([*other]) == len([*packed]) == 5
+    again.load_state_dict(state)
+    assert [pack["input_ids"].tolist() for pack in again][:1] == ([rest] if rest else [])
+    assert len([*other]) == 5
 
 
 def test_states_of_others_are_refused():
-    iterator = iter(PackedStream(Stateful([3]), 4))
-    with pytest.raises(rayloader.StateError, match="this is not a state of a PackedStream's iterator"):
-        iterator.load_state_dict({"read": 1})
-    state = {"open": [], "source": None, "ended": False, "end": None}
-    with pytest.raises(rayloader.StateError, match="is of a stream whose iterator has a state, or has none"):
-        iterator.load_state_dict(state)
-    of_a_buffer = iter(rayloader.ShuffleBuffer(Stateful([3]), 2)).state_dict()
-    with pytest.raises(rayloader.StateError, match="this is not a state of a PackedStream's iterator"):
-        iterator.load_state_dict(of_a_buffer)
-    shuffled = iter(rayloader.ShuffleBuffer(Stateful([3]), 2))
-    with pytest.raises(rayloader.StateError, match="this is not a state of a ShuffleBuffer's iterator"):
-        shuffled.load_state_dict(iter(PackedStream(Stateful([3]), 4)).state_dict())
-    with pytest.raises(rayloader.StateError, match="size=2, and here it is 3"):
-        iter(rayloader.ShuffleBuffer(Stateful([3]), 3)).load_state_dict(of_a_buffer)
+    packed, buffer = PackedStream(Stateful([3]), 4), rayloader.ShuffleBuffer(Stateful([3]), 2)
+    no_source = {"open": [], "source": None, "ended": False, "end": None}
+    for stream, state, error in [
+        (packed, {"read": 1}, "this is not a state of a PackedStream's iterator"),
+        (packed, no_source, "is of a stream whose iterator has a state, or has none"),
+        (packed, iter(buffer).state_dict(), "this is not a state of a PackedStream's iterator"),
+        (buffer, iter(packed).state_dict(), "this is not a state of a ShuffleBuffer's iterator"),
+        (rayloader.ShuffleBuffer(Stateful([3]), 3), iter(buffer).state_dict(), "size=2, and here it is 3"),
+    ]:
+        with pytest.raises(rayloader.StateError, match=error):
+            iter(stream).load_state_dict(state)
 
 
 @pytest.mark.parametrize("wrapper", [PackedStream, rayloader.ShuffleBuffer])
@@ -252,34 +228,14 @@ def test_an_epoch_is_told_to_the_stream():
     rayloader.DataLoader(PackedStream([], 4)).set_epoch(3)
 
 
-# ---- lengths
+def test_lengths_are_whole_numbers_that_are_computed_once():
+    def size_of(text, more):
+        asked.append(text)
+        return len(text) + more
 
-
-class Texts:
-    def __init__(self, sizes):
-        self.sizes = sizes
-        self.read = 0
-
-    def __len__(self):
-        return len(self.sizes)
-
-    def __getitem__(self, index):
-        self.read += 1
-        return {"input_ids": [0] * self.sizes[index]}
-
-
-def size_of(text, more=0):
-    return len(text["input_ids"]) + more
-
-
-def test_lengths_are_computed_once():
-    texts = Texts([3, 1, 2])
-    found = rayloader.lengths(texts, functools.partial(size_of, more=1))
-    assert (found.tolist(), found.dtype, texts.read) == ([4, 2, 3], np.int64, 3)
-    assert rayloader.lengths([[1], [1, 2]]).tolist() == [1, 2]
+    asked = []
+    found = rayloader.lengths(TEXTS, functools.partial(size_of, more=1))
+    assert (found.tolist(), found.dtype, asked) == ([4, 3, 2], np.int64, TEXTS)
     assert rayloader.lengths([]).tolist() == []
-
-
-def test_a_length_is_a_whole_number():
     with pytest.raises(TypeError, match=r"fn must give the length of a sample, a whole number, got 1\.5"):
         rayloader.lengths([1.5], lambda sample: sample)
