@@ -1,10 +1,8 @@
 """`ParquetStream` over S3 and GCS, as servers on this machine have them, of packages that `make test-full` installs."""
 
-import datetime
 import itertools
 import logging
 import socket
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -25,20 +23,14 @@ HERE = "127.0.0.1"
 
 
 def s3():
-    """A server that has been started, and how it is reached."""
+    """A server that has been started, and the URI of a path in it."""
     moto = pytest.importorskip("moto.server", reason="there is no server of S3: pip install moto[server]")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer(HERE, 0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
-    options = {"endpoint_override": f"{HERE}:{port}", "scheme": "http", "region": "us-east-1"}
-    return SimpleNamespace(
-        stop=server.stop,
-        filesystem=lambda: fs.S3FileSystem(
-            access_key="name", secret_key="secret", allow_bucket_creation=True, **options
-        ),
-        uri=f"s3://name:secret@{{}}?endpoint_override={HERE}%3A{port}&scheme=http&region=us-east-1",
-    )
+    options = f"endpoint_override={HERE}%3A{port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
+    return server, f"s3://name:secret@{{}}?{options}"
 
 
 def gcs():
@@ -50,26 +42,22 @@ def gcs():
         _, port = free.getsockname()
     server = emulator.create_server(HERE, port, in_memory=True)
     server.start()
-    options = {"endpoint_override": f"{HERE}:{port}", "scheme": "http"}
-    patience = datetime.timedelta(seconds=30)  # then what the server does not know is an error
-    return SimpleNamespace(
-        stop=server.stop,
-        filesystem=lambda: fs.GcsFileSystem(anonymous=True, project_id="p", retry_time_limit=patience, **options),
-        uri=f"gs://anonymous@{{}}?endpoint_override={HERE}%3A{port}&scheme=http&retry_limit_seconds=30",
-    )
+    # After the seconds of the limit, what the server does not know is an error.
+    options = f"endpoint_override={HERE}%3A{port}&scheme=http&project_id=p&retry_limit_seconds=30"
+    return server, f"gs://anonymous@{{}}?{options}"
 
 
 @pytest.fixture(scope="module", params=[s3, gcs], ids=["S3", "GCS"])
-def cloud(request):
-    """A server with three files of five row groups each."""
-    server = request.param()
+def uri(request):
+    """That of a path in a server with three files of five row groups each."""
+    server, uri = request.param()
     try:
-        filesystem = server.filesystem()
-        filesystem.create_dir("bucket")
+        filesystem, bucket = fs.FileSystem.from_uri(uri.format("bucket"))
+        filesystem.create_dir(bucket)
         for number in range(3):
             table = pa.table({"i": range(100 * number, 100 * number + 100)})
-            parquet.write_table(table, f"bucket/data/{number}.parquet", row_group_size=20, filesystem=filesystem)
-        yield server
+            parquet.write_table(table, f"{bucket}/data/{number}.parquet", row_group_size=20, filesystem=filesystem)
+        yield uri
     finally:
         server.stop()
 
@@ -79,10 +67,10 @@ def numbers(batches):
 
 
 @pytest.mark.parametrize("workers", ["fork", "ray"])
-def test_a_uri_is_read_and_an_epoch_continued(cloud, workers):
+def test_a_uri_is_read_and_an_epoch_continued(uri, workers):
     def stream():
         torch.manual_seed(3)
-        return ShuffleBuffer(ParquetStream(cloud.uri.format("bucket/data"), shuffle=True), 10)
+        return ShuffleBuffer(ParquetStream(uri.format("bucket/data"), shuffle=True), 10)
 
     options = {"num_workers": 2, "workers": workers}
     loader = DataLoader(stream(), 16, **options)
@@ -97,15 +85,16 @@ def test_a_uri_is_read_and_an_epoch_continued(cloud, workers):
     assert numbers(resumed) == rest
 
 
-def test_a_filesystem_that_was_used_needs_actors(cloud):
-    stream = ParquetStream("bucket/data", filesystem=cloud.filesystem())
+def test_a_filesystem_that_was_used_needs_actors(uri):
+    filesystem, path = fs.FileSystem.from_uri(uri.format("bucket/data"))
+    stream = ParquetStream(path, filesystem=filesystem)
     batches = numbers(DataLoader(stream, 16, num_workers=2, workers="ray"))
     assert sorted(itertools.chain(*batches)) == list(range(ROWS))
     with pytest.raises(rayloader.RayloaderError, match='does not survive a fork; use workers="ray"'):
         next(iter(DataLoader(stream, 16, num_workers=2, workers="fork")))
 
 
-def test_a_file_that_is_not_there_comes_with_the_first_batch(cloud):
-    stream = ParquetStream(cloud.uri.format("bucket/lost"))
+def test_a_file_that_is_not_there_comes_with_the_first_batch(uri):
+    stream = ParquetStream(uri.format("bucket/lost"))
     with pytest.raises(FileNotFoundError, match=r"there is no file or folder for a ParquetStream at .*bucket/lost"):
         next(iter(DataLoader(stream, 16, num_workers=1, workers="fork")))

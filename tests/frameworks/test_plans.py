@@ -1,4 +1,4 @@
-"""Plans in frameworks that make loaders anew, and deal batches out: each sample comes as often as the plan says."""
+"""Plans and streams in frameworks that make loaders anew, and deal batches out: all samples come as they should."""
 
 import importlib
 import subprocess
@@ -6,8 +6,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
@@ -15,118 +17,130 @@ import rayloader
 from rayloader.plans import Mixture, Packing, TokenBudget
 
 SIZES = [1 + 7 * number % 19 for number in range(60)]
-PLANS = {
-    "budget": lambda: TokenBudget(SIZES, 60, seed=1),
-    "packing": lambda: Packing(SIZES, 60, seed=1),
-    "mixture": lambda: Mixture([40, 20], [0.3, 0.7], seed=1, epoch_size=40),
+KINDS = {
+    "budget": lambda _: TokenBudget(SIZES, 60, seed=1),
+    "packing": lambda _: Packing(SIZES, 60, seed=1),
+    "mixture": lambda _: Mixture([40, 20], [0.3, 0.7], seed=1, epoch_size=40),
+    "stream": lambda folder: rayloader.ParquetStream(folder, shuffle=True),
 }
-plans = pytest.mark.parametrize("name", [*PLANS])
+kinds = pytest.mark.parametrize("kind", [*KINDS])
 full = pytest.mark.full
 quiet = pytest.mark.filterwarnings("default")  # what they warn of is their own matter
 
 
-class Numbers(Dataset[torch.Tensor]):
+class Numbers(Dataset[dict[str, torch.Tensor]]):
     def __len__(self):
         return len(SIZES)
 
     def __getitem__(self, index):
-        return torch.tensor([float(index)])
+        return {"x": torch.tensor(float(index))}
 
 
-def loader_of(loader_class, plan, **options):
-    given = {"sampler": plan, "batch_size": 4} if isinstance(plan, Mixture) else {"batch_sampler": plan}
-    return loader_class(Numbers(), **given, **options)
+class Noting(torch.nn.Module):
+    """Notes the batches that it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+    def forward(self, x, **_):
+        self.seen.append({"x": x})
+        return {"loss": self.layer(x[:, None]).mean()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A file of twelve row groups."""
+    folder = tmp_path_factory.mktemp("files")
+    parquet.write_table(pa.table({"x": [float(k) for k in range(60)]}), folder / "x.parquet", row_group_size=5)
+    return folder
+
+
+def loader_of(loader_class, given, **options):
+    if isinstance(given, rayloader.ParquetStream):
+        return loader_class(given, 4, **options)
+    chosen = {"sampler": given, "batch_size": 4} if isinstance(given, Mixture) else {"batch_sampler": given}
+    return loader_class(Numbers(), **chosen, **options)
+
+
+def ours(kind, folder):
+    return loader_of(rayloader.DataLoader, KINDS[kind](folder), num_workers=1, workers="fork")
 
 
 def numbers_in(batches):
-    return [[int(number) for number in batch.flatten()] for batch in batches]
+    return [[int(number) for number in batch["x"]] for batch in batches]
 
 
-def expected(name, epochs):
-    plan, found = PLANS[name](), []
-    for epoch in range(epochs):
-        plan.set_epoch(epoch)
-        found += numbers_in(loader_of(TorchDataLoader, plan))
+def expected(kind, folder, epochs=(0, 1)):
+    given, found = KINDS[kind](folder), []
+    for epoch in epochs:
+        given.set_epoch(epoch)
+        found += numbers_in(loader_of(TorchDataLoader, given))
     return found
 
 
 @full
 @quiet
-@plans
-@pytest.mark.parametrize("loader_class", [rayloader.DataLoader, TorchDataLoader])
-def test_lightning_trains_by_a_plan_and_sets_its_epoch(name, loader_class):
+@kinds
+def test_lightning_trains_and_sets_the_epoch_of_a_plan(kind, folder):
     importlib.import_module("any_torchvision")
     lightning = importlib.import_module("lightning.pytorch")
 
-    class Noting(lightning.LightningModule):
+    class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.layer, self.seen = torch.nn.Linear(1, 1), []
+            self.model = Noting()
 
         def training_step(self, batch, _):
-            self.seen.append(batch)
-            return self.layer(batch).mean()
+            return self.model(**batch)["loss"]
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    options = {"workers": "fork"} if loader_class is rayloader.DataLoader else {}
-    loader = loader_of(loader_class, PLANS[name](), num_workers=1, **options)
-    settings = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    module = Noting()
-    lightning.Trainer(max_epochs=2, accelerator="cpu", **settings).fit(module, loader)
-    assert numbers_in(module.seen) == expected(name, 2)
+    quietly = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    for loader in ours(kind, folder), loader_of(TorchDataLoader, KINDS[kind](folder)):
+        module = Module()
+        lightning.Trainer(max_epochs=2, accelerator="cpu", **dict.fromkeys(quietly, False)).fit(module, loader)
+        epochs = (0, 0) if kind == "stream" else (0, 1)
+        assert numbers_in(module.model.seen) == expected(kind, folder, epochs)
 
 
 @full
 @quiet
-@plans
-def test_a_trainer_of_transformers_trains_by_a_plan(name, tmp_path):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stream"])  # which has no length, as it asks for
+def test_a_trainer_of_transformers_trains(kind, folder, tmp_path):
     importlib.import_module("any_torchvision")
     transformers = importlib.import_module("transformers")
-    seen = []
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def forward(self, x, **_):
-            seen.append(x)
-            return {"loss": self.layer(x).mean()}
 
     class Trainer(transformers.Trainer):
         def get_train_dataloader(self):
-            options = {"num_workers": 1, "workers": "fork", "collate_fn": lambda samples: {"x": torch.stack(samples)}}
-            return self.accelerator.prepare(loader_of(rayloader.DataLoader, PLANS[name](), **options))
+            return self.accelerator.prepare(ours(kind, folder))
 
     arguments = transformers.TrainingArguments(
         str(tmp_path), num_train_epochs=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
     )
+    model = Noting()
     with rayloader.patch():
-        Trainer(Model(), arguments, train_dataset=Numbers()).train()
-    assert numbers_in(seen) == expected(name, 2)
+        Trainer(model, arguments, train_dataset=Numbers()).train()
+    assert numbers_in(model.seen) == expected(kind, folder)
 
 
-@plans
+@kinds
 @pytest.mark.parametrize("loader_class", [rayloader.DataLoader, pytest.param(TorchDataLoader, marks=full)])
-def test_accelerate_reads_a_plan(name, loader_class):
+def test_accelerate_reads_it_and_sets_the_epoch(kind, loader_class, folder):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     try:
         with rayloader.patch():
-            loader = Accelerator(cpu=True).prepare(loader_of(loader_class, PLANS[name]()))
+            loader = Accelerator(cpu=True).prepare(loader_of(loader_class, KINDS[kind](folder)))
+        assert type(loader.base_dataloader) is rayloader.DataLoader
         found = []
         for epoch in range(2):
-            loader.set_epoch(epoch)
+            if kind != "stream":  # which it tells by itself
+                loader.set_epoch(epoch)
             found += numbers_in(loader)
-        assert found == expected(name, 2)
+        assert found == expected(kind, folder)
     finally:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
@@ -159,5 +173,4 @@ def test_two_processes_of_accelerate_have_equal_steps(tmp_path):
     parts = [eval(line.split(maxsplit=2)[2]) for line in done.stdout.splitlines() if line.startswith("got")]
     assert len(parts) == 2
     assert len(parts[0]) == len(parts[1])
-    counts = Counter(number for part in parts for batch in part for number in batch)
-    assert counts == Counter(range(len(SIZES)))
+    assert Counter(number for part in parts for batch in part for number in batch) == Counter(range(len(SIZES)))

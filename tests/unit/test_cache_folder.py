@@ -1,4 +1,4 @@
-"""Caches in folders: later runs find the samples, and nothing that others may have put there is read or written over."""
+"""Caches in folders: later runs find the samples; what others may have put there is neither read nor written over."""
 
 import os
 import pickle

@@ -1,5 +1,6 @@
 """What plans tell of themselves: lines, and a picture."""
 
+import itertools
 import sys
 import types
 
@@ -56,7 +57,7 @@ def test_axes_are_linear_from_zero_and_named_and_ranks_have_a_panel_if_there_are
     for plan in (*plans, Packing(SIZES, 60), Mixture([40] * 12, [1] * 12)):
         plan.describe("plan.png")
     said = [[axes.said for axes in picture.axes] for picture in pictures]
-    for axes in sum(said, []):
+    for axes in itertools.chain(*said):
         assert axes["set_xlim"] == [((), {"left": 0})]
         assert axes["set_ylim"] == [((), {"bottom": 0})]
         assert all(axes[name][0][0][0] for name in ("set_title", "set_xlabel", "set_ylabel"))
