@@ -52,7 +52,8 @@ class Noting(torch.nn.Module):
 def folder(tmp_path_factory):
     """A file of twelve row groups."""
     folder = tmp_path_factory.mktemp("files")
-    parquet.write_table(pa.table({"x": [float(k) for k in range(60)]}), folder / "x.parquet", row_group_size=5)
+    table = pa.table({"x": pa.array(range(60), pa.int64()).cast(pa.float32())})
+    parquet.write_table(table, folder / "x.parquet", row_group_size=5)
     return folder
 
 

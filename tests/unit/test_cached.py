@@ -388,16 +388,6 @@ def test_the_verdict_counts_a_full_cache():
         assert ("the cache is full: raise max_bytes" in verdict(stats)) == said
 
 
-def test_the_statistics_of_a_loader_tell_of_a_cache_within_its_dataset():
-    kept = cached(Numbers(torch.tensor))
-    loader = rayloader.DataLoader(Numbers(kept.__getitem__), batch_size=4)
-    assert sum(len(batch) for _ in range(2) for batch in loader) == 40
-    assert loader.stats().cache == kept.stats()
-    assert loader.stats().cache.hit_rate == 0.5
-    assert "20 of 20 samples" in str(loader.stats())
-    assert rayloader.DataLoader([1]).stats().cache is None
-
-
 # ---- processes and threads
 
 
