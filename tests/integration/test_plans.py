@@ -1,4 +1,4 @@
-"""Plans in loaders: torch's, ours with any number of workers and ranks, Accelerate's; states, skips, batches again."""
+"""Plans in loaders: torch's, ours with any number of workers and ranks; states, skips, batches again."""
 
 import itertools
 import random
@@ -156,16 +156,6 @@ def test_a_state_is_for_the_plan_that_was_saved():
         loader.load_state_dict(state)
         with pytest.raises(StateError, match="the sampler did not reproduce its indices"):
             iter(loader)
-
-
-@kinds
-def test_accelerate_deals_out_batches_of_equal_number(kind):
-    from accelerate.data_loader import BatchSamplerShard
-
-    options = {} if kind == "mixture" else {"num_replicas": 3}
-    sampler = DataLoader(**given(kind, PLANS[kind](**options))).batch_sampler
-    parts = [[*BatchSamplerShard(sampler, 3, rank, even_batches=False)] for rank in range(3)]
-    assert [*itertools.chain(*zip(*parts, strict=True))] == [*sampler]
 
 
 def test_lengths_are_computed_and_packs_made_by_workers():

@@ -53,36 +53,26 @@ def test_samples_of_another_key_class_or_length_are_not_used(folder):
     assert len([*folder.iterdir()]) == 4
 
 
-@pytest.mark.parametrize("at", [0, 4, 64])  # the checksum, the place of the pickle, and the pickle
+@pytest.mark.parametrize("at", [0, 4, 64, None])  # the checksum, the place of the pickle, and the pickle
 def test_the_machine_may_die(folder, monkeypatch, at):
-    """The index of a file may have reached the disk, and a record not."""
+    """The index may have reached the disk, and a record not; or it is of another sample, or beyond the end."""
     kept = opened(folder)
     assert [*kept] == WHOLE
-    for number, begin, change in (3, at, b"\7"), (4, 0, bytes(64)):
-        place = (kept._store._index[2 + 2 * number] >> 30) * 64 + begin
-        kept._store._bytes[place : place + len(change)] = change
-    del kept
+    store, index = kept._store, kept._store._index
+    if at is None:
+        index[2] = index[4]
+        for row, more in (6, 1 << 50), (8, 1 << 20), (10, -1):
+            index[row] += more
+    else:
+        for row, begin, change in (8, at, b"\7"), (10, 0, bytes(64)):
+            place = (index[row] >> 30) * 64 + begin
+            store._bytes[place : place + len(change)] = change
+    del kept, store, index
     monkeypatch.setattr(sample_store, "_boot", lambda: 7)
     for _ in range(2):
         again = opened(folder)
         assert [*again] == WHOLE
-        assert (again.stats().built, again.stats().present) == (5 + 2, 5)
-
-
-def test_a_record_may_be_another_sample_s_or_beyond_the_end(folder, monkeypatch):
-    kept = opened(folder)
-    assert [*kept] == WHOLE
-    index = kept._store._index
-    index[2] = index[4]
-    index[6] += 1 << 50
-    index[8] += 1 << 20
-    index[10] -= 1
-    del kept, index
-    monkeypatch.setattr(sample_store, "_boot", lambda: 7)
-    for _ in range(2):
-        again = opened(folder)
-        assert [*again] == WHOLE
-    assert again.stats().built == 5 + 4
+        assert (again.stats().built, again.stats().present) == (5 + (4 if at is None else 2), 5)
 
 
 def test_a_header_is_on_the_disk_before_its_file_grows(folder, monkeypatch):
