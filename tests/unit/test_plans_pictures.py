@@ -67,6 +67,9 @@ def test_axes_are_linear_from_zero_and_named_and_ranks_have_a_panel_if_there_are
     titles = [[axes["set_title"][0][0][0] for axes in picture] for picture in said]
     assert titles[:4] == [[*titles[1], ranks], titles[1], [*titles[3], ranks], titles[3]]
     assert titles[4] == ["Share of each source so far"]
+    assert [{*axes} & {"hist", "plot"} for picture in said for axes in picture] == [{"hist"}] * 8 + [{"plot"}]
+    ((excess,),), _ = said[0][-1]["hist"][0]
+    assert excess.tolist() == (100 * (plans[0].balance() - 1)).tolist()
     labels = [named.get("label") for _, named in said[4][0]["plot"]]
     assert len([label for label in labels if label]) == 8 + len(["target"])
 
