@@ -493,12 +493,6 @@ def test_paths_of_each_kind_are_read_in_another_folder_too(folder, tmp_path, mon
         assert numbers(stream) == numbers(pickle.loads(pickle.dumps(stream))) == expected
 
 
-def test_a_folder_is_read_with_the_folders_in_it(tmp_path):
-    hidden = ["_temporary/0/x.parquet", "a/.checkpoints/x.parquet", "a/_x.parquet", "a/.x.parquet"]
-    tree(tmp_path, ["b/x.parquet", "a/x.parquet", "c.parquet", *hidden])
-    assert [row["t"] for row in ParquetStream(tmp_path)] == ["a/x.parquet", "b/x.parquet", "c.parquet"]
-
-
 def test_paths_elsewhere_are_looked_at_when_they_are_read(folder):
     stream = ParquetStream("mock:///nowhere")
     with pytest.raises(FileNotFoundError, match="there is no file or folder for a ParquetStream at nowhere"):
