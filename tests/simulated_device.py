@@ -2,11 +2,8 @@
 
 It notes what a real one would do wrong without a word: a source that was written to before its copy (`torn`), memory
 that was unlocked or locked again while it was in use, an event of all streams while a graph is captured (`violations`).
-
-Its clock goes on when memory is locked, for which a real one lets no kernel start, and when the program trains.
 """
 
-import collections
 import ctypes
 import threading
 
@@ -14,20 +11,8 @@ import torch
 
 from pretended import pretend_accelerator
 from rayloader.gpu import device
-from rayloader.gpu.device import (
-    PAGEABLE_BYTES,
-    Accelerator,
-    AcceleratorError,
-    Event,
-    Marks,
-    Throttle,
-    move,
-)
+from rayloader.gpu.device import Accelerator, AcceleratorError, Event, Marks, Throttle, move
 from rayloader.transport.arena import PAGE
-
-# Seconds to lock a GB of pages that exist, and of others, as on an H100.
-OLD_S, NEW_S = 0.15, 0.7
-Locking = collections.namedtuple("Locking", "began ended address nbytes new_pages")  # began, ended: by the clock
 
 DEVICE = torch.device("cuda", 0)
 LIMIT_S = 500.0  # to wait for another thread; on expiry the test fails
@@ -53,39 +38,34 @@ class SimulatedAccelerator(Accelerator):
 
     Args:
         at_each_query: how many copies are carried out when an event is asked whether it has happened.
-        refuses: why no memory can be locked.
-        takes_time: whether locking takes time.
 
     Attributes:
-        seconds: what its clock shows.
-        lockings: one after the other.
-        staged: copies so far whose source was copied to page-locked memory first.
-        registered: bytes of each locked range, by its address.
-        most_registered: bytes that were locked at the same time, at most.
-        queued, done: copies so far.
-        torn: numbers of copies whose source was written to before they were carried out.
-        waits: for how many batches a stream of the program's was told to wait.
+        at: called with the number of a tensor before it is pinned.
         captures: whether a stream captures a graph, in the program's thread.
+        devices, threads: those for which, and in which, tensors were pinned.
+        lockings: bytes of each range that was locked, one after the other.
+        pinned, queued, done, waits, moved: how many tensors were copied to pinned memory, copies queued and carried
+            out, batches waited for by the program's stream, and tensors moved without a stream of ours.
+        refuses: why no memory can be locked.
+        registered: bytes of each locked range, by its address.
+        seconds: what its clock shows, which goes on when memory is locked, by `s_per_gb`.
+        torn: numbers of copies whose source was written to before they were carried out.
     """
 
     can_register = True
 
-    def __init__(self, at_each_query=0, refuses="", takes_time=False):
-        self.at_each_query, self.refuses, self.takes_time = at_each_query, refuses, takes_time
-        self.seconds = 0.0
+    def __init__(self, at_each_query=0):
+        self.at_each_query, self.refuses, self.captures, self.at = at_each_query, "", False, lambda count: None
+        self.seconds = self.s_per_gb = 0.0
         self.throttle = Throttle(lambda: self.seconds)
-        self.lockings = []
-        self.staged = 0
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.registered = {}
-        self.most_registered = 0
+        self.pinned = self.queued = self.done = self.waits = self.moved = 0
+        self.devices, self.threads = set(), set()
+        self.registered, self.lockings = {}, []
         self.pending = []  # of copies: address of the source, what it held then, the result
-        self.queued = self.done = self.waits = 0
-        self.captures = False
-        self._marks = Marks(self._record)
         self.torn, self.violations = [], []
-        self.pinned = 0
+        self._marks = Marks(self._record)
 
     # ---- what the library asks for
 
@@ -93,21 +73,19 @@ class SimulatedAccelerator(Accelerator):
         with self.lock:
             if self.refuses:
                 raise AcceleratorError(self.refuses)
-            if any(self._overlap(address, nbytes, *other) for other in self.registered.items()):
+            if self._overlaps(address, nbytes):
                 self.violations.append(f"{nbytes} bytes at {address:x} are locked twice")
-            new_pages = _missing_pages(address, nbytes)
-            began = self.seconds
-            if self.takes_time:
-                self.seconds += ((nbytes - new_pages * PAGE) * OLD_S + new_pages * PAGE * NEW_S) / 1e9
-            self.lockings.append(Locking(began, self.seconds, address, nbytes, new_pages))
+            if _missing_pages(address, nbytes) * PAGE > nbytes / 8:  # to which the sizes of slots are rounded
+                self.violations.append(f"{nbytes} bytes at {address:x} are locked of which nobody has written most")
+            self.seconds += nbytes * self.s_per_gb / 1e9
+            self.lockings.append(nbytes)
             self.registered[address] = nbytes
-            self.most_registered = max(self.most_registered, sum(self.registered.values()))
 
     def unregister(self, address):
         with self.lock:
             nbytes = self.registered.pop(address)
             for copy in self.pending:
-                if copy[0] is not None and self._overlap(address, nbytes, copy[0], copy[1].nbytes):
+                if copy[0] is not None and copy[0] < address + nbytes and address < copy[0] + copy[1].nbytes:
                     self.violations.append(f"{nbytes} bytes at {address:x} are unlocked before they were copied")
                     copy[0] = None  # it may not be mapped any more
 
@@ -132,11 +110,9 @@ class SimulatedAccelerator(Accelerator):
             source, held, result = leaf.data_ptr(), leaf.clone(), torch.zeros_like(leaf)
             self.queued += 1
             self.changed.notify_all()
-            if leaf.is_contiguous() and self.is_locked(source, held.nbytes):
-                self.pending.append([source, held, result])
-            else:  # its source is read before the call returns, into page-locked memory if it is large
-                self.staged += leaf.nbytes > PAGEABLE_BYTES
-                self.pending.append([held.data_ptr(), held, result])
+            if not (leaf.is_contiguous() and self.is_locked(source, held.nbytes)):
+                source = held.data_ptr()  # its source is read before the call returns
+            self.pending.append([source, held, result])
             return result
 
     def wait(self, event, device, leaves):
@@ -148,28 +124,10 @@ class SimulatedAccelerator(Accelerator):
 
     # ---- for the tests
 
-    def train(self, seconds):
-        """A step of so many seconds, in the program's thread."""
-        with self.lock:  # no kernel starts while memory is being locked
-            self.seconds += seconds
-
-    def move_anything(self, to, moved=None):
-        """Lets `Tensor.to` of a device that is none give the tensor itself."""
-        before = torch.Tensor.to
-
-        def move_here(tensor, *args, **kwargs):
-            if args[:1] != (to,):
-                return before(tensor, *args, **kwargs)
-            if moved is not None:
-                moved.append(to)
-            return tensor
-
-        self._monkeypatch.setattr(torch.Tensor, "to", move_here)
-
-    def wait_for(self, queued):
-        """Waits until so many copies were queued."""
+    def wait_for(self, **counts):
+        """Waits until there were so many, for instance `queued=3`."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.queued >= queued, LIMIT_S), self.queued
+            assert self.changed.wait_for(lambda: all(getattr(self, name) >= counts[name] for name in counts), LIMIT_S)
 
     def advance(self, count=1):
         """Carries out so many copies, the oldest first."""
@@ -185,35 +143,42 @@ class SimulatedAccelerator(Accelerator):
     def is_locked(self, address, nbytes):
         """Whether all these bytes lie in one range that is locked; with a part that is, CUDA would refuse a copy."""
         inside = [start <= address and address + nbytes <= start + size for start, size in self.registered.items()]
-        if not any(inside) and any(self._overlap(address, nbytes, *other) for other in self.registered.items()):
+        if not any(inside) and self._overlaps(address, nbytes):
             self.violations.append(f"of {nbytes} bytes at {address:x} a part is locked")
         return any(inside)
 
-    def pin(self, tensor):
-        """In place of `Tensor.pin_memory`."""
-        if not self.is_locked(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()):
-            self.pinned += 1
-            return tensor.clone()
-        return tensor
+    def holds(self, tensor):
+        """Whether the tensor lies in locked memory."""
+        return self.is_locked(tensor.data_ptr(), tensor.nbytes)
 
-    def install(self, monkeypatch):
-        """Puts it in the place of torch's."""
-        self._monkeypatch = monkeypatch
-        pretend_accelerator(monkeypatch, self.pin)
+    def install(self, monkeypatch, *, locks=True, index=0):
+        """Puts it in the place of torch's; without `locks` it only pins. `index` is that of the current device."""
+        to = torch.Tensor.to
+
+        def moved(tensor, *args, **kwargs):
+            self.moved += (here := args[:1] == (DEVICE,))
+            return tensor if here else to(tensor, *args, **kwargs)
+
+        pretend_accelerator(monkeypatch, self._pin, index, self.devices.add)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-        monkeypatch.setattr(device, "current", lambda: self)
+        monkeypatch.setattr(device, "current", lambda: self if locks else None)
+        monkeypatch.setattr(torch.Tensor, "to", moved)
         return self
 
-    def assert_locked_at_leisure(self):
-        """At most one slot at a time was locked, with pauses, and no memory that no batch had been in."""
-        for before, locking in zip(self.lockings, self.lockings[1:], strict=False):
-            assert locking.began >= before.ended + 10 * (before.ended - before.began)
-        for locking in self.lockings:
-            assert locking.new_pages * PAGE <= locking.nbytes / 8  # to which the sizes of slots are rounded
+    def _pin(self, tensor):
+        """In place of `Tensor.pin_memory`."""
+        with self.changed:
+            if self.holds(tensor):
+                return tensor
+            count = self.pinned
+            self.pinned += 1
+            self.threads.add(threading.current_thread().name)
+            self.changed.notify_all()
+        self.at(count)
+        return tensor.clone()
 
-    @staticmethod
-    def _overlap(start, nbytes, other, size):
-        return start < other + size and other < start + nbytes
+    def _overlaps(self, address, nbytes):
+        return any(address < start + size and start < address + nbytes for start, size in self.registered.items())
 
 
 def _missing_pages(address, nbytes):

@@ -8,25 +8,18 @@ import torch
 import programs
 import script_training
 
-SCRIPT = Path(script_training.__file__)
-LIMIT_S = 600.0  # compiling included; on expiry the test fails
+SIMULATED = script_training.SIMULATED
+REAL = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SAMPLE = "two loaders"  # which `make test` runs
 
 
-def passes(*arguments):
-    done = programs.run(SCRIPT, *arguments, timeout=LIMIT_S)
-    assert (done.returncode, done.stdout) == (0, f"passed {arguments[0]}\n"), done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("case", script_training.CASES)
-def test_losses_are_torchs(case):
-    passes(case)
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] * (case != SAMPLE)) for case in script_training.SIMULATED]
+    "arguments",
+    [
+        *(pytest.param([case], marks=REAL, id=case) for case in script_training.CASES),
+        *(pytest.param([case, "--simulate"], marks=[pytest.mark.full] * (case != SAMPLE)) for case in SIMULATED),
+    ],
 )
-def test_on_a_simulated_device_losses_are_torchs(case):
-    passes(case, "--simulate")
+def test_losses_are_torchs(arguments):
+    done = programs.run(Path(script_training.__file__), *arguments, timeout=600.0)  # compiling included
+    assert (done.returncode, done.stdout) == (0, f"passed {arguments[0]}\n"), done.stderr

@@ -23,9 +23,9 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 import rayloader
-from accelerator import Accelerator
 from latches import Gate, Mail
 from rayloader import RaySessionError
+from simulated_device import SimulatedAccelerator
 
 DataLoader = functools.partial(rayloader.DataLoader, workers="ray")
 
@@ -130,8 +130,7 @@ folders = [Path(tempfile.mkdtemp()) for _ in range(3)]
 # pinned or not, and the states say what was taken.
 iterator, processes = use(loader)
 with pytest.MonkeyPatch.context() as monkeypatch:
-    accelerator = Accelerator()
-    accelerator.install(monkeypatch)
+    accelerator = SimulatedAccelerator().install(monkeypatch, locks=False)
     users = [User(folders[0]), User(folders[1], pin_memory=True)]
     rayloader.shutdown()
     rayloader.shutdown()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # the simulated accelerator
-import rayloader
+from probes import load
 from simulated_device import DEVICE, SimulatedAccelerator
 
 
@@ -21,22 +21,14 @@ def large(index):
     return torch.full((50_000,), index)
 
 
-class Numbers:
-    def __len__(self):
-        return 100
-
-    def __getitem__(self, index):
-        return large(index)
-
-
 if __name__ == "__main__":
     accelerator = SimulatedAccelerator().install(pytest.MonkeyPatch())
-    pinned = iter(rayloader.DataLoader(Numbers(), batch_size=None, num_workers=2, pin_memory=True, prefetch_factor=2))
+    pinned = iter(load(large, 100, num_workers=2, pin_memory=True, prefetch_factor=2))
     for _ in range(40):  # memory is page-locked when it is used again
         next(pinned)
     kept = [next(pinned) for _ in range(3)]
     copies = [accelerator.copy(next(pinned), DEVICE) for _ in range(3)]
-    moved = iter(rayloader.DataLoader(Numbers(), batch_size=None, num_workers=2, device="cuda"))
+    moved = iter(load(large, 100, num_workers=2, device="cuda"))
     batch = next(moved)
-    accelerator.wait_for(6)
+    accelerator.wait_for(queued=6)
     print("done", len(kept), len(copies), int(batch[0]), bool(accelerator.registered))

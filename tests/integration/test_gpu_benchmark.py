@@ -1,54 +1,41 @@
 """The benchmark of ways to the GPU, without one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import programs
+
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 500  # on expiry the test fails
-LOADERS = {"torch, pin_memory", "torch, prefetcher by hand", "rayloader, pin_memory", "rayloader, device"}
+WAYS = {"torch, pin_memory", "torch, prefetcher by hand", "rayloader, pin_memory", "rayloader, device"}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+
+    return gpu
 
 
 @pytest.mark.full
-def test_simulated_every_way_gives_every_figure(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import gpu
-
-    def foreign(way):
-        """The columns that only rayloader has."""
-        return set() if "rayloader" in way else gpu.LOCK_COLUMNS.keys()
-
-    command = [sys.executable, "benchmarks/gpu.py", "--simulate", "--workers", "2"]
-    done = subprocess.run(
-        [*command, "--cases", "MLP", "medium", "--out", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+def test_simulated_every_way_gives_every_figure(tmp_path, gpu):
+    arguments = ["--simulate", "--workers", "2", "--cases", "MLP", "medium", "--out", str(tmp_path)]
+    done = programs.run(Path(gpu.__file__), *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "simulated, so the figures mean nothing" in done.stdout
     results = json.loads((tmp_path / "gpu-simulated.json").read_text())
-    assert {row["way"] for row in results["steps"]} == LOADERS
-    assert {row["way"] for row in results["rates"]} == LOADERS
-    for row in results["steps"]:
-        assert row.keys() >= {"case", "way", *gpu.STEP_COLUMNS} - foreign(row["way"])
-        assert row["steady step, ms"] > 0
-    for row in results["rates"]:
-        assert row.keys() >= {"case", "way", *gpu.RATE_COLUMNS} - foreign(row["way"])
-        assert row["GB/s"] > 0
-    table = gpu.table(results)
-    assert all(table.count(f"| {way} |") == 2 for way in LOADERS)
+    for part, columns, figure in [("steps", gpu.STEP_COLUMNS, "steady step, ms"), ("rates", gpu.RATE_COLUMNS, "GB/s")]:
+        assert {row["way"] for row in results[part]} == WAYS
+        for row in results[part]:
+            foreign = set() if "rayloader" in row["way"] else gpu.LOCK_COLUMNS.keys()  # which only rayloader has
+            assert row.keys() >= {"case", "way", *columns} - foreign
+            assert row[figure] > 0
+    assert all(gpu.table(results).count(f"| {way} |") == 2 for way in WAYS)
 
 
-def test_what_the_times_of_steps_come_to(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import gpu
-
+def test_what_the_times_of_steps_come_to(gpu):
     spans = [900.0, 100.0, 100.0, 100.0, *[20.0] * 6, 50.0, *[20.0] * 88, 31.0, *[10.0] * 99, 21.0]
     waits = [500.0, 9.0, 9.0, 9.0, *[1.0] * 195, 99.0]
     assert gpu.of_steps(spans, waits, 8.0) == {

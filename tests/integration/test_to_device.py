@@ -1,27 +1,29 @@
-"""Batches that are born page-locked, and batches on a device, with workers and a simulated accelerator."""
+"""Batches that are pinned, born page-locked or moved to a device, with workers and a simulated accelerator."""
 
 import collections
-import dataclasses
+import functools
 import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 import torch.utils.data
 
 import rayloader.actors.actors
-from accelerator import LIMIT
 from inside import kill_worker
-from probes import Calls, as_is, load
+from probes import Calls, Stream, load
 from rayloader import DataLoader
 from rayloader.actors import pool
 from rayloader.epoch import ahead, engine
 from rayloader.observe.stats import nbytes
-from simulated_device import DEVICE, SimulatedAccelerator
+from simulated_device import DEVICE, LIMIT_S, SimulatedAccelerator
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 LARGE = 50_000  # numbers: more than a small buffer
+PIN, MOVE = {"pin_memory": True}, {"device": "cuda"}
+both = pytest.mark.parametrize("options", [PIN, MOVE], ids=["pin_memory", "device"])
 
 
 @pytest.fixture
@@ -49,87 +51,49 @@ def seen(accelerator, loader):
     found, locked = [], []
     for batch in loader:
         found += values([batch])
-        locked.append(accelerator.is_locked(batch.data_ptr(), batch.nbytes))
+        locked.append(accelerator.holds(batch))
         del batch
     assert found == list(range(len(loader)))
     return locked
 
 
-# pin_memory
+# Page-locked memory
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_large_tensors_are_born_page_locked_where_others_were_before(accelerator, persistent):
-    loader = load(large, 60, num_workers=2, pin_memory=True, persistent_workers=persistent, prefetch_factor=2)
+@pytest.mark.parametrize(
+    ("options", "local", "least"),
+    [({}, True, 30), ({"persistent_workers": True}, True, 30), ({"arenas": False}, True, 20), ({}, False, 20)],
+    ids=["arenas", "persistent", "Ray's store", "network"],
+)
+def test_large_tensors_are_born_page_locked_where_others_were_before(accelerator, monkeypatch, options, local, least):
+    monkeypatch.setattr(rayloader.actors.actors, "LOCAL_LINES", local)
+    loader = load(large, 60, num_workers=2, prefetch_factor=2, **PIN, **options)
     for _ in range(2):
-        locked = seen(accelerator, loader)
-        assert locked.count(True) >= 30
-        epoch = loader.stats().epoch
-        assert epoch.page_locked == locked.count(True)
+        seen(accelerator, load(large, 4, num_workers=2))  # shares the workers, and pins nothing
+        locked = seen(accelerator, loader).count(True)
+        assert locked >= least
+        assert loader.stats().epoch.page_locked == locked
     total = loader.stats().total
-    assert total.locked_bytes == sum(locking.nbytes for locking in accelerator.lockings) > 0
     assert total.page_locked + accelerator.pinned == 120
-    assert f", {locked.count(True) / 60:.0%} in {nbytes(total.locked_bytes)} page-locked\n" in str(loader.stats())
-    accelerator.assert_locked_at_leisure()
-
-
-@pytest.mark.parametrize("option", [{"pin_memory": True}, {"device": "cuda"}], ids=["pin_memory", "device"])
-def test_training_stands_still_for_less_than_a_tenth_of_the_time(accelerator, option):
-    """By the simulated clock, on which locking a slot takes as long as on a GPU."""
-    accelerator.takes_time, accelerator.at_each_query = True, 2
-    loader = load(larger, 150, num_workers=2, persistent_workers=True, prefetch_factor=2, **option)
-    steps, before = [], 0.0
-    for batch in loader:
-        del batch
-        accelerator.train(0.002)
-        steps.append(accelerator.seconds - before)
-        before = accelerator.seconds
-    accelerator.assert_locked_at_leisure()
-    locking = [locking.ended - locking.began for locking in accelerator.lockings]
-    assert len(locking) > 4
-    assert sum(locking) <= sum(steps) / 10 + max(locking)
-    assert max(steps) < 0.002 + 2 * max(locking)
-    copied = accelerator.pinned + accelerator.staged
-    assert loader.stats().epoch.page_locked + copied == 150
-    assert copied < 100
-    accelerator.takes_time = False
-
-
-def larger(index):
-    return torch.full((20 * LARGE,), index)
-
-
-def test_small_tensors_are_copied_to_page_locked_memory(accelerator):
-    batches = list(load(torch.tensor, 4, num_workers=2, pin_memory=True))
-    assert (batches, accelerator.pinned) == ([torch.tensor(k) for k in range(4)], 4)
-
-
-def test_batches_of_rays_store_are_received_in_page_locked_memory(accelerator):
-    locked = seen(accelerator, load(large, 60, num_workers=2, pin_memory=True, prefetch_factor=2, arenas=False))
-    assert locked.count(True) >= 20
-    assert accelerator.pinned == locked.count(False)
-
-
-def test_batches_from_the_network_are_received_in_page_locked_memory(accelerator, monkeypatch):
-    monkeypatch.setattr(rayloader.actors.actors, "LOCAL_LINES", False)
-    locked = seen(accelerator, load(large, 60, num_workers=2, pin_memory=True, prefetch_factor=2))
-    assert locked.count(True) >= 20
+    assert total.locked_bytes == sum(accelerator.lockings)
+    assert f", {locked / 60:.0%} in {nbytes(total.locked_bytes)} page-locked\n" in str(loader.stats())
 
 
 def test_without_room_for_locked_memory_a_thread_copies_and_a_warning_says_why(accelerator, caplog):
     accelerator.refuses = "out of memory"
-    assert seen(accelerator, load(large, 60, num_workers=2, pin_memory=True, prefetch_factor=2)) == [False] * 60
+    assert seen(accelerator, load(large, 60, num_workers=2, prefetch_factor=2, **PIN)) == [False] * 60
     assert accelerator.pinned == 60
     (record,) = [record for record in caplog.records if "page-locked" in record.message]
+    assert "(out of memory)" in record.message
     assert "ulimit -l" in record.message
+    assert not accelerator.can_register
 
 
 class Clock:
     """The clock of the engine and of the thread ahead."""
 
-    def __init__(self):
-        self.passed = 0.0
-        self.perf_counter = time.perf_counter
+    passed = 0.0
+    perf_counter = time.perf_counter
 
     def monotonic(self):
         return time.monotonic() + self.passed
@@ -139,216 +103,163 @@ def test_page_locking_does_not_count_towards_the_timeout(accelerator, monkeypatc
     clock, asked = Clock(), threading.Semaphore(0)
     deadline, register = engine.Engine._deadline, accelerator.register
 
-    def noted(*args):
-        asked.release()
-        return deadline(*args)
-
     def slow(address, nbytes):
         monkeypatch.setattr(accelerator, "register", register)
         clock.passed += 1000.0
         while asked.acquire(blocking=False):
             pass
         for _ in range(4):  # the program looks at the clock again, and waits on
-            assert asked.acquire(timeout=LIMIT)
+            assert asked.acquire(timeout=LIMIT_S)
         register(address, nbytes)
 
     for module in (engine, ahead):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(engine.Engine, "_deadline", noted)
+    monkeypatch.setattr(engine.Engine, "_deadline", lambda *args: asked.release() or deadline(*args))
     monkeypatch.setattr(accelerator, "register", slow)
-    assert any(seen(accelerator, load(large, 60, num_workers=1, pin_memory=True, timeout=500, prefetch_factor=2)))
+    assert any(seen(accelerator, load(large, 60, num_workers=1, timeout=500, prefetch_factor=2, **PIN)))
     assert clock.passed == 1000.0
 
 
-def test_loaders_that_pin_and_others_share_warm_workers(accelerator):
-    for pin in (False, True, False, True):
-        locked = seen(accelerator, load(large, 60, num_workers=2, pin_memory=pin, prefetch_factor=2))
-        assert not pin or locked.count(True) >= 30
-
-
-def test_a_batch_may_be_dropped_while_the_programs_own_copy_of_it_is_pending(accelerator):
-    copies = []
-    for batch in load(large, 60, num_workers=2, pin_memory=True):
+@pytest.mark.parametrize("arenas", [True, False])
+def test_batches_may_be_dropped_and_workers_killed_while_the_programs_own_copies_are_pending(accelerator, arenas):
+    copies, iterator = [], iter(load(large, 60, num_workers=2, arenas=arenas, **PIN))
+    for batch in iterator:
         copies.append(accelerator.copy(batch, DEVICE))  # as by batch.to("cuda", non_blocking=True)
         del batch
+        if len(copies) in (20, 40):
+            kill_worker(iterator, len(copies) // 40)
         if len(copies) > 3:
             accelerator.advance()
     accelerator.advance(60)
     assert values(copies) == list(range(60))
 
 
-def test_a_worker_may_be_killed_while_copies_of_its_batches_are_pending(accelerator):
-    copies = []
-    iterator = iter(load(large, 20, num_workers=2, pin_memory=True))
-    for batch in iterator:
-        copies.append(accelerator.copy(batch, DEVICE))
-        del batch
-        if len(copies) in (6, 12):
-            kill_worker(iterator, len(copies) // 12)
-    accelerator.advance(20)
-    assert values(copies) == list(range(20))
-
-
 @pytest.mark.parametrize("arenas", [True, False])
 def test_graphs_may_be_captured_within_the_loop(accelerator, arenas):
     """The simulated accelerator notes what would make them invalid."""
     found = []
-    for batch in load(large, 40, num_workers=2, device="cuda", arenas=arenas):
+    for batch in load(large, 40, num_workers=2, arenas=arenas, **MOVE):
         accelerator.captures = True
         found += values([batch])
-        accelerator.wait_for(min(40, len(found) + 2))  # the thread ahead goes on meanwhile
+        accelerator.wait_for(queued=min(40, len(found) + 2))  # the thread ahead goes on meanwhile
         accelerator.captures = False
     assert found == list(range(40))
 
 
-# device
+# Order, and how far ahead
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_are_pinned_in_order_in_one_thread_for_the_current_device(monkeypatch, persistent):
+    accelerator = SimulatedAccelerator().install(monkeypatch, index=3)
+    loader = DataLoader(range(10), 2, num_workers=2, persistent_workers=persistent, **PIN)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[k, k + 1] for k in range(0, 10, 2)]
+    assert (accelerator.threads, accelerator.devices, accelerator.pinned) == ({"rayloader-ahead"}, {3}, 10)
+    dataset = Stream(lambda worker: (torch.tensor(10 * worker + k) for k in range(2 + worker)))
+    batches = list(DataLoader(dataset, None, num_workers=2, in_order=False, **PIN))
+    assert (sorted(map(int, batches)), accelerator.pinned) == ([0, 1, 10, 11, 12], 15)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
-def test_batches_are_copied_in_order_by_the_thread_ahead(accelerator, device):
+def test_batches_are_copied_to_the_device_in_order_and_their_state_is_what_was_taken(accelerator, device):
     loader = load(large, 8, num_workers=2, device=device)
     assert loader.device == device
-    assert values(list(loader)) == list(range(8))
+    iterator = iter(loader)
+    assert values([next(iterator), next(iterator)]) == [0, 1]
+    accelerator.wait_for(queued=4)
+    state = loader.state_dict()
+    assert values(list(iterator)) == list(range(2, 8))
     assert (accelerator.queued, accelerator.waits, accelerator.pinned) == (8, 8, 0)
+    again = load(large, 8, num_workers=2)
+    again.load_state_dict(state)
+    assert values(list(again)) == list(range(2, 8))
 
 
-@dataclasses.dataclass
-class Sample:
-    image: torch.Tensor
-    name: str
+@pytest.mark.parametrize(
+    ("options", "bound", "count"),
+    [(PIN, 2, "pinned"), (MOVE, 2, "queued"), ({**MOVE, "prefetch_to_device": 3}, 3, "queued")],
+)
+def test_so_many_batches_are_prepared_ahead_and_no_more(accelerator, options, bound, count):
+    iterator = iter(load(torch.tensor, 12, num_workers=2, prefetch_factor=6, **options))
+    for taken in range(12):
+        accelerator.wait_for(**{count: min(12, taken + bound)})
+        assert getattr(accelerator, count) <= taken + bound
+        assert int(next(iterator)) == taken
 
 
-Pair = collections.namedtuple("Pair", "first second")
+# What is in a batch, and its errors
 
 
 class Custom:
-    """Moves itself, without a tensor that could be recorded."""
+    """Pins and moves itself, and notes in which thread; `fails` names the method that raises an error for sample 1."""
 
-    def __init__(self, index):
-        self.index, self.device, self.thread = index, None, None
+    def __init__(self, index, fails="", error=None):
+        self.index, self.fails, self.error, self.threads = index, fails, error, {}
+
+    def _does(self, name):
+        self.threads[name] = threading.current_thread().name
+        if (self.index, self.fails) == (1, name):
+            raise self.error
+        return self
+
+    def pin_memory(self):
+        return self._does("pin_memory")
 
     def to(self, device):
-        self.device, self.thread = device, threading.current_thread().name
-        return self
+        return self._does("to")
 
 
 class Recordable(Custom):
     """Also knows how to record its memory."""
 
-    stream = "none"
-
     def record_stream(self, stream):
-        self.stream = stream
+        self._does("record_stream")
+
+
+Pair = collections.namedtuple("Pair", "first second")
 
 
 def nested(index):
     return {
-        "tensors": [torch.tensor(index), (large(index), "text")],
-        "pair": Pair(torch.tensor([index]), None),
-        "sample": Sample(torch.tensor([1.5]), "name"),
+        "pair": Pair([torch.tensor(index), "text"], None),
         "custom": Custom(index),
         "recordable": Recordable(index),
         "sparse": torch.eye(2).to_sparse(),
     }
 
 
-def test_structures_stay_and_what_is_in_them_is_moved(accelerator):
-    main = threading.current_thread().name
-    for batch in load(nested, 4, num_workers=2, device="cpu"):
-        assert batch["custom"].device is None
-    accelerator.move_anything(DEVICE)
-    for index, batch in enumerate(load(nested, 4, num_workers=2, device="cuda")):
-        assert list(batch) == ["tensors", "pair", "sample", "custom", "recordable", "sparse"]
-        assert (batch["tensors"][0], batch["tensors"][1][1]) == (torch.tensor(index), "text")
-        assert values([batch["tensors"][1][0]]) == [index]
-        assert batch["pair"] == Pair(torch.tensor([index]), None)
-        assert batch["sample"] == Sample(torch.tensor([1.5]), "name")
-        assert (batch["custom"].device, batch["custom"].thread) == (DEVICE, main)
-        assert (batch["recordable"].device, batch["recordable"].thread) == (DEVICE, "rayloader-ahead")
-        assert batch["recordable"].stream is None  # the simulated accelerator's
+def test_structures_stay_and_what_is_in_them_is_pinned_and_moved(accelerator):
+    main, thread = threading.current_thread().name, "rayloader-ahead"
+    assert next(iter(load(nested, 4, num_workers=1, device="cpu")))["custom"].threads == {}
+    for index, batch in enumerate(load(nested, 4, num_workers=2, **MOVE)):
+        assert list(batch) == ["pair", "custom", "recordable", "sparse"]
+        assert batch["pair"] == Pair([torch.tensor(index), "text"], None)
+        assert batch["custom"].threads == {"to": main}  # it has no memory that could be recorded
+        assert batch["recordable"].threads == {"to": thread, "record_stream": main}
         assert batch["sparse"].to_dense().equal(torch.eye(2))
+    (batch,) = load(lambda index: {"a": (torch.ones(1), [torch.zeros(1)]), "b": Custom(index)}, 1, **PIN)
+    assert (accelerator.pinned, batch["a"], batch["b"].threads) == (2, (1, [0]), {"pin_memory": thread})
 
 
-def test_so_many_batches_are_on_the_device_ahead_and_no_more(accelerator):
-    iterator = iter(load(large, 12, num_workers=2, prefetch_factor=6, device="cuda", prefetch_to_device=3))
-    for taken in range(12):
-        assert int(next(iterator)[0]) == taken
-        accelerator.wait_for(min(12, taken + 1 + 3))
-        assert accelerator.queued <= taken + 1 + 3
-
-
-def test_the_state_counts_what_was_taken_and_not_what_is_on_the_device(accelerator):
-    loader = load(large, 8, num_workers=2, device="cuda")
-    iterator = iter(loader)
-    assert values([next(iterator), next(iterator)]) == [0, 1]
-    accelerator.wait_for(4)
-    state = loader.state_dict()
-    del iterator
-    again = load(large, 8, num_workers=2)
-    again.load_state_dict(state)
-    assert values(list(again)) == list(range(2, 8))
-
-
-class Failing(Custom):
-    def to(self, device):
-        if self.index == 1:
-            raise ValueError("as planned")
-        return super().to(device)
-
-
-class FailingAhead(Failing):
-    def record_stream(self, stream):
-        pass
-
-
-class FailingToRecord(Custom):
-    def record_stream(self, stream):
-        if self.index == 1:
-            raise ValueError("as planned")
-
-
-@pytest.mark.parametrize("kind", [Failing, FailingAhead, FailingToRecord])
-def test_an_error_arrives_at_the_batch_that_it_belongs_to(accelerator, kind):
-    iterator = iter(load(kind, 3, num_workers=1, device="cuda"))
+@pytest.mark.parametrize(("error", "text"), [(ValueError, "as planned"), (StopIteration, "StopIteration")])
+@pytest.mark.parametrize(
+    ("kind", "fails", "options", "where"),
+    [
+        (Custom, "pin_memory", PIN, r"in pin memory thread for device 0\."),
+        (Custom, "to", MOVE, r"while a batch was copied to device cuda:0\."),
+        (Recordable, "to", MOVE, r"while a batch was copied to device cuda:0\."),
+        (Recordable, "record_stream", MOVE, r"while a batch was copied to device cuda:0\."),
+        (Custom, "pin_memory", {**PIN, "num_workers": 0}, ""),
+        (Custom, "to", {**MOVE, "num_workers": 0}, ""),
+    ],
+)
+def test_an_error_comes_in_its_turn_and_ends_no_loop(accelerator, error, text, kind, fails, options, where):
+    function = functools.partial(kind, fails=fails, error=error("as planned"))
+    iterator = iter(load(function, 3, **{"num_workers": 1, **options}))
     assert next(iterator).index == 0
-    with pytest.raises(ValueError, match=r"(?s)Caught ValueError while a batch was copied to device cuda:0\..*as pla"):
+    with pytest.raises(RuntimeError if error is StopIteration else error, match=rf"(?s){where}.*{text}"):
         next(iterator)
-    assert next(iterator).index == 2
-
-
-class Stopping(Custom):
-    def to(self, device):
-        if self.index == 1:
-            raise StopIteration("as planned")
-        return super().to(device)
-
-
-class StoppingAhead(Stopping):
-    def record_stream(self, stream):
-        pass
-
-
-class StoppingToRecord(Custom):
-    def record_stream(self, stream):
-        if self.index == 1:
-            raise StopIteration("as planned")
-
-
-@pytest.mark.parametrize("kind", [Stopping, StoppingAhead, StoppingToRecord])
-def test_what_would_end_the_programs_loop_is_an_error_as_out_of_a_generator(accelerator, kind):
-    iterator = iter(load(kind, 3, num_workers=1, device="cuda"))
-    assert next(iterator).index == 0
-    with pytest.raises(RuntimeError, match=r"(?s)copied to device cuda:0\..*StopIteration: as planned"):
-        next(iterator)
-    assert next(iterator).index == 2
-
-
-def test_that_holds_without_workers_too(accelerator):
-    iterator = iter(load(Stopping, 3, num_workers=0, device="cuda"))
-    assert next(iterator).index == 0
-    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
-        next(iterator)
-    assert isinstance(caught.value.__cause__, StopIteration)
     assert next(iterator).index == 2
 
 
@@ -360,9 +271,8 @@ def endless_at_1(index):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
+@both
 def test_a_list_that_contains_itself_is_an_error_in_its_turn_as_in_torchs_pinning(accelerator, options, num_workers):
-    accelerator.move_anything(DEVICE)
     iterator = iter(load(endless_at_1, 3, num_workers=num_workers, **options))
     assert next(iterator) == [torch.tensor(0)]
     with pytest.raises(RecursionError):
@@ -370,59 +280,84 @@ def test_a_list_that_contains_itself_is_an_error_in_its_turn_as_in_torchs_pinnin
     assert next(iterator) == [torch.tensor(2)]
 
 
-@pytest.mark.parametrize("options", [{"device": "cuda"}, {"pin_memory": True}])
-def test_a_device_that_the_thread_ahead_cannot_use_is_an_error_and_no_hang(accelerator, monkeypatch, options):
-    def fail(index):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(torch.accelerator, "set_device_index", fail)
-    iterator = iter(load(torch.tensor, 3, num_workers=1, **options))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            next(iterator)
-
-
-def test_a_workers_error_passes_through(accelerator):
-    iterator = iter(load(lambda index: torch.tensor(6 // (index - 1)), 3, num_workers=2, device="cuda"))
+@both
+def test_errors_of_workers_and_of_the_thread_ahead_reach_the_user(accelerator, monkeypatch, options):
+    iterator = iter(load(lambda index: torch.tensor(6 // (index - 1)), 3, num_workers=2, **options))
     assert next(iterator).item() == -6
     with pytest.raises(ZeroDivisionError, match=r"Caught ZeroDivisionError in DataLoader worker process 1\."):
         next(iterator)
     assert next(iterator).item() == 6
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: 1 // 0)
+    iterator = iter(load(torch.tensor, 3, num_workers=1, **options))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            next(iterator)
+
+
+def test_a_timeout_counts_while_pinning_too(accelerator):
+    gate = threading.Event()
+    accelerator.at = lambda count: gate.wait(LIMIT_S)
+    iterator = iter(load(torch.tensor, 1, timeout=1, **PIN))
+    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 1 seconds"):
+        next(iterator)
+    gate.set()
+    assert next(iterator).item() == 0
+
+
+def threads_ahead():
+    return [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_break_leaves_no_thread(accelerator, persistent):
-    loader = load(large, 50, num_workers=2, device="cuda", persistent_workers=persistent)
-    iterator = iter(loader)
-    assert values([next(iterator)]) == [0]
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
-    del iterator, loader
-    thread.join(LIMIT)
+@both
+def test_an_epoch_that_is_broken_off_or_finished_leaves_no_thread(accelerator, options, persistent):
+    gc.collect()
+    gc.disable()
+    try:
+        loader = load(large, 8, num_workers=2, persistent_workers=persistent, **options)
+        iterator = iter(loader)
+        assert values([next(iterator)]) == [0]
+        (thread,), dead = threads_ahead(), weakref.ref(iterator)
+        del iterator, loader
+        assert dead() is None
+        thread.join(LIMIT_S)
+        assert threads_ahead() == []
+    finally:
+        gc.enable()
+    iterator = iter(load(large, 4, num_workers=2, **options))
+    (thread,) = threads_ahead()
+    assert len(list(iterator)) == 4
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
 
 
-def test_on_the_cpu_nothing_is_done(monkeypatch):
-    loader = load(large, 4, num_workers=2, device="cpu")
-    iterator = iter(loader)
-    assert "rayloader-ahead" not in [thread.name for thread in threading.enumerate()]
+# Which device
+
+
+def test_on_the_cpu_nothing_is_done():
+    iterator = iter(load(large, 4, num_workers=2, device="cpu"))
+    assert threads_ahead() == []
     assert values(list(iterator)) == [0, 1, 2, 3]
 
 
+def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator):
+    assert [batch.tolist() for batch in DataLoader(range(4), 2, **MOVE)] == [[0, 1], [2, 3]]
+    assert accelerator.moved == 2
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_a_device_that_is_not_there_is_an_error_that_says_so(num_workers):
-    loader = DataLoader(range(4), num_workers=num_workers, device="cuda")
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"that torch finds here, got 'cuda', and torch finds none; leave it out"):
-        iter(loader)
+def test_a_device_that_is_not_there_is_an_error_that_says_so(monkeypatch, num_workers):
+    accelerator, before = SimulatedAccelerator(), torch.get_rng_state()
+    for device, found in [
+        ("cuda", "none; leave it out"),
+        ("cuda:7", "1 of type 'cuda', with numbers from 0"),
+        ("cuda:99999", "1 of type 'cuda'"),
+    ]:
+        loader = DataLoader(range(4), num_workers=num_workers, device=device)
+        with pytest.raises(ValueError, match=f"that torch finds here, got '{device}', and torch finds {found}"):
+            iter(loader)
+        accelerator.install(monkeypatch)
     assert torch.get_rng_state().equal(before)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("device", ["cuda:7", "cuda:99999"])
-def test_an_index_without_a_device_is_an_error_that_says_so(accelerator, num_workers, device):
-    with pytest.raises(ValueError, match=rf"got '{device}', and torch finds 1 of type 'cuda', with numbers from 0"):
-        iter(DataLoader(range(4), num_workers=num_workers, device=device))
 
 
 @pytest.mark.parametrize(
@@ -444,26 +379,11 @@ def test_batches_ahead_on_no_device_are_an_error_wherever_the_number_is_set():
     with pytest.raises(ValueError, match="; pass device="):
         rayloader.patch(prefetch_to_device=1)
     with rayloader.patch(device="cpu"), rayloader.patch(prefetch_to_device=1):
-        assert torch.utils.data.DataLoader([1]).prefetch_to_device == 1
-    loader = DataLoader(range(4), device="cpu", prefetch_to_device=1)
+        loader = torch.utils.data.DataLoader([1])
+    assert DataLoader([1], device=loader.device, prefetch_to_device=loader.prefetch_to_device).prefetch_to_device == 1
     loader.device = None
     with pytest.raises(ValueError, match="; pass device="):
         iter(loader)
-
-
-@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"device": "cpu", "prefetch_to_device": 3}])
-def test_a_loader_may_be_made_anew_from_its_attributes(options):
-    loader = DataLoader(range(4), **options)
-    given = {name: getattr(loader, name) for name in ("dataset", "device", "prefetch_to_device")}
-    assert DataLoader(**given).prefetch_to_device == options.get("prefetch_to_device")
-
-
-def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator, monkeypatch):
-    moved = []
-    accelerator.move_anything(DEVICE, moved)
-    loader = DataLoader(Calls(torch.tensor, 4), 2, collate_fn=as_is, device="cuda")
-    assert [[int(one) for one in batch] for batch in loader] == [[0, 1], [2, 3]]
-    assert moved == [DEVICE] * 4
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -472,25 +392,23 @@ def test_each_epoch_goes_to_the_device_that_is_set_and_current_then(accelerator,
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(accelerator, "copy", lambda leaf, device: devices.append(device.index) or copy(leaf, device))
-    loader = load(torch.tensor, 2, num_workers=1, device="cuda", persistent_workers=persistent)
-    for current[0], device, expected in [
-        (0, "cuda", [0] * 2),
-        (1, "cuda", [1] * 2),
-        (1, "cuda:0", [0] * 2),
+    loader = load(torch.tensor, 2, num_workers=1, persistent_workers=persistent, **MOVE)
+    for current[0], loader.device, expected in [
+        (0, "cuda", [0, 0]),
+        (1, "cuda", [1, 1]),
+        (1, "cuda:0", [0, 0]),
         (1, None, []),
+        (1, "cuda:2", ValueError),
+        (1, "gpu", RuntimeError),
+        (0, "cuda", [0, 0]),
     ]:
-        loader.device = device
-        assert list(loader) == [torch.tensor(0), torch.tensor(1)]
-        assert devices == expected
-        devices.clear()
-    loader.device = "cuda:2"
-    with pytest.raises(ValueError, match="got 'cuda:2', and torch finds 2 of type 'cuda'"):
-        iter(loader)
-    loader.device = "gpu"
-    with pytest.raises(RuntimeError, match="device type at start of device string: gpu"):
-        iter(loader)
-    loader.device = "cuda"
-    assert list(loader) == [torch.tensor(0), torch.tensor(1)]
+        if isinstance(expected, list):
+            assert list(loader) == [torch.tensor(0), torch.tensor(1)]
+            assert devices == expected
+            devices.clear()
+        else:
+            with pytest.raises(expected):
+                iter(loader)
 
 
 class OwnLoader(torch.utils.data.DataLoader):
@@ -499,10 +417,9 @@ class OwnLoader(torch.utils.data.DataLoader):
     device = "elsewhere"
 
 
-@pytest.mark.parametrize("loader_class", [torch.utils.data.DataLoader, OwnLoader])
-def test_a_patch_moves_the_batches_of_torchs_loaders(accelerator, loader_class):
+@pytest.mark.parametrize(("loader_class", "device"), [(torch.utils.data.DataLoader, "cuda"), (OwnLoader, "elsewhere")])
+def test_a_patch_moves_the_batches_of_torchs_loaders(accelerator, loader_class, device):
     with rayloader.patch(device="cuda", prefetch_to_device=1):
         loader = loader_class(Calls(large, 4), None, num_workers=2)
         assert values(list(loader)) == [0, 1, 2, 3]
-    assert accelerator.waits == 4
-    assert loader.device == ("cuda" if loader_class is torch.utils.data.DataLoader else "elsewhere")
+    assert (accelerator.waits, loader.device) == (4, device)

@@ -14,7 +14,7 @@ import torch
 
 from rayloader.epoch import ahead
 from rayloader.epoch.ahead import COPIED_AHEAD, AheadThread, Preparation, opened
-from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
+from rayloader.gpu.to_device import PinOrMove
 from rayloader.observe.recorder import Tally
 from rayloader.protocol import Answer, ResultKind
 from rayloader.task import UNOPENED, Task
@@ -34,8 +34,7 @@ class Frozen:
 
 
 def result(number: int, nbytes: int = LARGE) -> Answer:
-    tensor = torch.full((nbytes,), number, dtype=torch.uint8)
-    wire = to_wire(codec.encode(tensor))
+    wire = to_wire(codec.encode(torch.full((nbytes,), number, dtype=torch.uint8)))
     frozen = [memoryview(np.asarray(Frozen(np.array(memoryview(buffer))))) for buffer in wire.buffers]
     return Answer(number, ResultKind.BATCH, wire._replace(buffers=frozen), nbytes=nbytes)
 
@@ -46,15 +45,14 @@ class Engine:
     is_idle = False
     uses_store = True
 
-    def __init__(self, *, pin=None) -> None:
+    def __init__(self) -> None:
         self.lock = threading.RLock()
         self.schedule = SimpleNamespace(closed=False, deliverable=deque())
         self.looked = threading.Semaphore(0)
         self.rung = threading.Event()
         self.comes = False  # something, at the next wait
         self.copies = Recycled()
-        self.preparation = Preparation(self, PinOrMove(pin, ahead=PINNED_AHEAD), self.copies, Tally())
-        self.thread = AheadThread(self.preparation.work, None)
+        self.copying, self.go_on = threading.Event(), threading.Event()
 
     # ---- for the preparation
 
@@ -70,16 +68,30 @@ class Engine:
 
     # ---- for the tests
 
-    def wait_until_idle(self) -> None:
+    def start(self, *results: Answer) -> Engine:
+        """With these results there already."""
+        self.preparation = Preparation(self, PinOrMove(), self.copies, Tally())
+        self.thread = AheadThread(self.preparation.work, None)
+        self.schedule.deliverable.extend(Task(one.task_id, None, result=one, nbytes=one.nbytes) for one in results)
+        self.thread.start()
+        return self
+
+    def wait_until_idle(self) -> Engine:
         """The thread has prepared what it may."""
         assert self.looked.acquire(timeout=LIMIT_S)
+        return self
 
-    def deliver(self, *results: Answer) -> None:
-        with self.lock:
-            self.schedule.deliverable.extend(
-                Task(number, None, result=result, nbytes=result.nbytes) for number, result in enumerate(results)
-            )
-        self.changed()
+    def hold_up(self) -> Engine:
+        """Has the thread wait in the midst of a copy."""
+        copy = self.copies.copy
+
+        def held(buffer):
+            self.copying.set()
+            assert self.go_on.wait(LIMIT_S)
+            return copy(buffer)
+
+        self.copies.copy = held
+        return self
 
     def changed(self) -> None:
         self.thread.ring()
@@ -119,159 +131,90 @@ class Engine:
 
 @pytest.fixture
 def engine():
-    made = []
-
-    def make(**options):
-        made.append(Engine(**options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    engine = Engine()
+    yield engine
+    engine.close()
+    engine.thread.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
 
 
-def test_batches_come_in_order_writable_and_as_they_were(engine):
-    running = engine()
-    running.thread.start()
-    running.deliver(*map(result, range(30)))
-    for number in range(30):
-        batch = running.take()
+@pytest.mark.parametrize(
+    ("sizes", "most_bytes", "copied"),
+    [
+        ([LARGE] * (COPIED_AHEAD + 5), ahead.COPIED_AHEAD_BYTES, COPIED_AHEAD),
+        ([LARGE] * 6, 3 * LARGE, 3),
+        ([10 * LARGE] * 3, 3 * LARGE, 1),  # the first always is
+    ],
+)
+def test_so_many_are_copied_ahead_and_no_more_and_come_in_order_and_writable(
+    engine, monkeypatch, sizes, most_bytes, copied
+):
+    monkeypatch.setattr(ahead, "COPIED_AHEAD_BYTES", most_bytes)
+    engine.start(*(result(number, nbytes) for number, nbytes in enumerate(sizes))).wait_until_idle()
+    assert engine.copied() == [number < copied for number in range(len(sizes))]
+    engine.take()
+    engine.wait_until_idle()
+    while sum(engine.copied()) < copied:
+        assert engine.thread.wait(LIMIT_S)
+    assert engine.copied() == [number < copied for number in range(len(sizes) - 1)]
+    for number in range(1, len(sizes)):
+        batch = engine.take()
         assert batch.eq(number).all()
         batch.add_(1)  # read-only memory would end this process
 
 
-def test_so_many_are_copied_ahead_and_no_more(engine):
-    running = engine()
-    running.deliver(*map(result, range(COPIED_AHEAD + 5)))
-    running.thread.start()
-    running.wait_until_idle()
-    assert sum(running.copied()) == COPIED_AHEAD
-    running.take()
-    running.wait_until_idle()
-    while sum(running.copied()) < COPIED_AHEAD:
-        assert running.thread.wait(LIMIT_S)
-    assert running.copied() == [True] * COPIED_AHEAD + [False] * 4
-
-
 def test_the_user_is_told_of_what_comes_while_as_many_are_prepared_as_allowed(engine):
     """By then the user may have taken all of them, and wait."""
-    running = engine()
-    running.deliver(*map(result, range(COPIED_AHEAD)), result(8), result(9))
-    running.thread.start()
-    running.wait_until_idle()
-    while running.thread.wait(0.0):
+    engine.start(*map(result, range(COPIED_AHEAD + 2))).wait_until_idle()
+    while engine.thread.wait(0.0):
         pass  # the copies
-    running.comes = True
-    running.changed()
-    assert running.thread.wait(LIMIT_S)
-
-
-def test_so_many_bytes_are_copied_ahead_but_the_first_always_is(engine, monkeypatch):
-    monkeypatch.setattr(ahead, "COPIED_AHEAD_BYTES", 3 * LARGE)
-    running = engine()
-    running.deliver(*map(result, range(6)))
-    running.thread.start()
-    running.wait_until_idle()
-    assert sum(running.copied()) == 3
-    larger = engine()
-    larger.deliver(*(result(number, 10 * LARGE) for number in range(3)))
-    larger.thread.start()
-    larger.wait_until_idle()
-    assert sum(larger.copied()) == 1
-    assert [int(larger.take()[0]) for _ in range(3)] == [0, 1, 2]
+    engine.comes = True
+    engine.changed()
+    assert engine.thread.wait(LIMIT_S)
 
 
 def test_what_was_copied_is_let_go_of_in_the_store(engine):
-    running, of_ray = engine(), result(3)
+    of_ray = result(3)
     (owner,) = [weakref.ref(view.obj.base) for view in of_ray.wire.buffers]
-    running.deliver(of_ray)
+    engine.hold_up().start(of_ray)
     del of_ray
     assert owner() is not None
-    running.thread.start()
-    running.wait_until_idle()
+    engine.go_on.set()
+    engine.wait_until_idle()
     gc.collect()
     assert owner() is None
-    assert running.take().eq(3).all()
+    assert engine.take().eq(3).all()
 
 
 def test_small_batches_wait_for_no_thread(engine):
-    running = engine()
-    running.thread.start()
-    running.wait_until_idle()
-    with running.lock:
-        running.schedule.deliverable.append(Task(0, None, result=result(1, SMALL_BYTES)))
-    assert running.first().eq(1).all()
+    engine.start().wait_until_idle()
+    with engine.lock:
+        engine.schedule.deliverable.append(Task(0, None, result=result(1, SMALL_BYTES)))
+    assert engine.first().eq(1).all()
 
 
-def test_at_most_two_are_pinned_ahead(engine):
-    running = engine(pin=lambda batch: ("pinned", batch))
-    running.deliver(*map(result, range(6)))
-    running.thread.start()
-    running.wait_until_idle()
-    assert [task.data is not UNOPENED for task in running.schedule.deliverable] == [True] * PINNED_AHEAD + [False] * 4
-    for number in range(6):
-        kind, batch = running.take()
-        assert kind == "pinned"
-        assert batch.eq(number).all()
+def test_the_user_waits_for_a_copy_that_is_under_way_and_may_take_its_batch_back(engine):
+    engine.hold_up().start(result(1), result(2))
+    assert engine.copying.wait(LIMIT_S)
+    assert engine.first() is None
+    engine.take_back()
+    engine.go_on.set()
+    assert engine.take().eq(2).all()
 
 
-class Gate:
-    """Holds the thread in the midst of a copy."""
-
-    def __init__(self, copies, monkeypatch) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        copy = copies.copy
-
-        def held(buffer):
-            self.reached.set()
-            assert self.open.wait(LIMIT_S)
-            return copy(buffer)
-
-        monkeypatch.setattr(copies, "copy", held)
-
-
-def copying(engine, monkeypatch, *results):
-    """An epoch that has come to the copy of its first batch, and what holds that up."""
-    running = engine()
-    gate = Gate(running.copies, monkeypatch)
-    running.deliver(*results)
-    running.thread.start()
-    assert gate.reached.wait(LIMIT_S)
-    return running, gate
-
-
-def test_a_batch_that_is_taken_back_while_it_is_copied_is_gone(engine, monkeypatch):
-    running, gate = copying(engine, monkeypatch, result(1), result(2))
-    running.take_back()
-    gate.open.set()
-    assert running.take().eq(2).all()
-
-
-def test_the_user_waits_for_a_copy_that_is_under_way(engine, monkeypatch):
-    running, gate = copying(engine, monkeypatch, result(1))
-    assert running.first() is None
-    gate.open.set()
-    assert running.take().eq(1).all()
-
-
-def test_closing_in_the_midst_of_a_copy_ends_the_thread(engine, monkeypatch):
-    running, gate = copying(engine, monkeypatch, result(1))
-    closing = threading.Thread(target=running.close)
+def test_closing_in_the_midst_of_a_copy_ends_the_thread(engine):
+    engine.hold_up().start(result(1))
+    assert engine.copying.wait(LIMIT_S)
+    closing = threading.Thread(target=engine.close)
     closing.start()
-    gate.open.set()
+    engine.go_on.set()
     closing.join(LIMIT_S)
     assert not closing.is_alive()
 
 
-def test_what_ends_the_thread_is_raised_to_the_user(engine, monkeypatch):
-    running = engine()
-
-    def fail(buffer):
-        raise MemoryError("as planned")
-
-    monkeypatch.setattr(running.copies, "copy", fail)
-    running.deliver(result(1))
-    running.thread.start()
-    with pytest.raises(MemoryError, match="as planned"):
-        running.take()
+def test_what_ends_the_thread_is_raised_to_the_user_each_time(engine, monkeypatch):
+    monkeypatch.setattr(engine.copies, "copy", lambda buffer: 1 // 0)
+    engine.start(result(1))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            engine.take()
