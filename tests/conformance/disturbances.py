@@ -14,6 +14,7 @@ import sys
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from conformance_record import describe, describe_error, describe_text
 from inside import actors_of, await_more, has_started, has_workers, kill_worker
@@ -127,7 +128,7 @@ def save_and_load(run):
 def another_number_of_workers(run):
     """The same with another number of workers, for the rest of the epoch."""
     run.load(run.saved(), num_workers=run.loader.num_workers % 3 + 1)
-    if run.loader.seeding == "worker":
+    if run.loader.seeding == "worker" or isinstance(run.loader.dataset, IterableDataset):  # which divides itself anew
         run.compared = run.epoch + 1
 
 

@@ -118,7 +118,7 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
         monkeypatch.setattr(owner, name, noted)
 
     note(rayloader.workers.fleet.Fleet, "lend")
-    note(rayloader.transport.codec, "encode")
+    note(rayloader.actors.image, "encode_for_worker")
     note(Image, "write")
     loader, epochs = load(pid, 1, **own), []
     for number in range(2):
@@ -126,7 +126,7 @@ def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monk
         assert len(list(loader)) == 1
         epochs.append(steps[:3])  # what follows is the batches' way
         steps.clear()
-    assert epochs == [["lend", "encode", "write"], ["encode", "lend", "write"]]
+    assert epochs == [["lend", "encode_for_worker", "write"], ["encode_for_worker", "lend", "write"]]
 
 
 # ---- slow is not dead
