@@ -141,7 +141,9 @@ class Options:
         }
         if loader.num_workers:  # 2 as in torch's constructor, after which `num_workers` may have been set
             ahead = 2 if loader.prefetch_factor is None else loader.prefetch_factor
-            derived["prefetch_factor"] = check_whole("prefetch_factor", ahead, 1)
+            derived["prefetch_factor"] = check_whole("prefetch_factor", ahead, 0)
+            if not derived["prefetch_factor"]:  # torch's type for this error
+                raise AssertionError("prefetch_factor must be greater than 0, got 0; use num_workers=0")
         as_given = (field.name for field in fields(cls) if field.name not in derived)
         return cls(**derived, **{name: getattr(loader, name) for name in as_given})
 

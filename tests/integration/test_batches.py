@@ -74,7 +74,7 @@ def test_a_view_of_a_big_storage_is_not_shipped_whole():
     first, second = next(iter(load(views, 1)))
     assert (first.tolist(), second.tolist()) == ([5, 6, 7, 8, 9], [1000, 1003, 1006, 1009])
     assert first.untyped_storage().nbytes() < 10_000
-    assert codec.encode(views(0)).nbytes < 10_000
+    assert sum(buffer.nbytes for buffer in codec.encode(views(0)).buffers) < 10_000
 
 
 def test_strides_and_offsets_survive():

@@ -84,9 +84,9 @@ def test_a_number_of_the_wrong_type_is_torchs_error(options):
             loader_class(NUMBERS, **options)
 
 
-def test_prefetch_factor_0_is_refused_by_iter():
+def test_prefetch_factor_0_is_refused_by_iter_with_torchs_type():
     loader = DataLoader(NUMBERS, num_workers=1, prefetch_factor=0)
-    with pytest.raises(ValueError, match="prefetch_factor must be a whole number >= 1, got 0"):
+    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
         iter(loader)
 
 
@@ -426,5 +426,5 @@ def test_what_is_set_later_is_checked_as_at_first(num_workers, name, value, erro
 def test_a_prefetch_factor_that_is_no_whole_number_is_refused(value):
     loader = DataLoader(range(4), num_workers=1)
     loader.prefetch_factor = value
-    with pytest.raises(TypeError, match=r"prefetch_factor must be a whole number >= 1, got"):
+    with pytest.raises(TypeError, match=r"prefetch_factor must be a whole number >= 0, got"):
         iter(loader)

@@ -37,7 +37,7 @@ PARITY = {
     "collected by reference count": [
         "class::test_collected_by_reference_count",
         "class::test_after_an_error_too_the_loader_is_collected_by_reference_count",
-        "pinning::test_an_iterator_that_pins_is_collected_by_reference_count",
+        "to_device::test_an_iterator_that_pins_is_collected_by_reference_count",
     ],
     "a script ends by itself after break and after an error": [
         "scripts::test_a_script_ends_by_itself_whatever_is_still_alive",

@@ -334,6 +334,19 @@ def test_an_epoch_that_is_broken_off_or_finished_leaves_no_thread(accelerator, o
 # Which device
 
 
+def test_an_iterator_that_pins_is_collected_by_reference_count(accelerator):
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(DataLoader(torch.arange(8), num_workers=2, pin_memory=True))
+        next(iterator)
+        dead = weakref.ref(iterator)
+        del iterator
+        assert dead() is None
+    finally:
+        gc.enable()
+
+
 def test_on_the_cpu_nothing_is_done():
     iterator = iter(load(large, 4, num_workers=2, device="cpu"))
     assert threads_ahead() == []
