@@ -76,7 +76,7 @@ def wait_for(refs: Sequence[Any], timeout: float) -> list[Any]:
     bell = Bell()
     answers = [RayAnswer(ref, bell.ring) for ref in refs]
     until = time.monotonic() + timeout
-    while any(answer.value is NONE_YET for answer in answers) and (left := until - time.monotonic()) > 0:
+    while [1 for answer in answers if answer.value is NONE_YET] and (left := until - time.monotonic()) > 0:
         bell.wait(left)
     return [answer.value for answer in answers]
 

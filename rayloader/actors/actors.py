@@ -170,15 +170,15 @@ class Actors(Processes):
         if where is None or actor.is_near:
             return source
         near = [a for a in others if not a.lost and a.address is not None and a.address.location == where.location]
-        host = [*[a for a in near if a.hosted is not None and a.hosted[0] == image.address.name], actor][0]
-        if host.hosted is None or host.hosted[0] != image.address.name:
+        hosts = [a for a in near if a.hosted is not None and a.hosted[0] == image.address.name]
+        if not hosts:
             if not content:
                 content.append(ray.put(PickleBuffer(image.content())))
-            host.host(image, content[0])
-        assert host.hosted is not None
+            actor.host(image, content[0])
+            hosts = [actor]
+        assert hosts[0].hosted is not None
         # In lists: Ray resolves a bare reference before the call, and fails the call if the object is lost.
-        of_file, hosted = [content[0] if content else None], [host.hosted[1].ref]
-        return replace(source, content=of_file, hosted=hosted)
+        return replace(source, content=content[:1] or [None], hosted=[hosts[0].hosted[1].ref])
 
     # ---- places
 

@@ -39,7 +39,7 @@ def stories():
     for case in [*CASES, *OWN]:
         if case.unordered or case.contexts or not hasattr(case.script, "epochs"):
             continue
-        if any(case.name.startswith(name) for name in NOT_THE_SAME):
+        if case.name.startswith(tuple(NOT_THE_SAME)):
             continue
         disturbances = EVERYWHERE if case.name.endswith("-w0") else WITH_WORKERS
         ways = ALWAYS if case.actors == "fork" else ("fork",)
