@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
-from typing_extensions import override
 
 from rayloader.epoch.local import LocalIterator
 from rayloader.errors import RayloaderError, StateError, add_note
@@ -70,12 +69,9 @@ class AllBut(SkipSteps):
 
     def __init__(self, needed: Container[int], end: int, worker_id: int, skipped: Iterable[Step] = ()) -> None:
         super().__init__()
-        self._needed, self._skipped = needed, {*skipped}
+        left_out = {*skipped}
+        self.has = lambda step: step[1] not in needed or step in left_out
         self.end, self.only_worker = end, worker_id
-
-    @override
-    def has(self, step: Step) -> bool:
-        return step[1] not in self._needed or step in self._skipped
 
 
 def rebuilt(loader: Any, states: Sequence[State], epoch: int, step: int) -> Rebuilt:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -51,16 +51,19 @@ class SkipSteps:
         at: the first step that is not drawn yet.
 
     Attributes:
+        has: whether a step, which is about to be drawn, is skipped.
         end: no step of this number, or a later one, is drawn.
         only_worker: that has work; None: all have.
         steps: those that are skipped.
     """
 
+    has: Callable[[Step], bool]
     end: float = math.inf
     only_worker: int | None = None
 
     def __init__(self, given: Given = None, known: Iterable[Step] = (), at: Step = (0, 0)) -> None:
         self.steps: set[Step] = {*known}
+        self.has = self.steps.__contains__  # a call in C, for it is asked about every step
         new = steps_in(given) - self.steps
         self.steps |= {step for step in new if step >= at}
         if late := new - self.steps:
@@ -74,10 +77,6 @@ class SkipSteps:
     def in_order(self) -> tuple[Step, ...]:
         """The steps, ascending."""
         return tuple(sorted(self.steps))
-
-    def has(self, step: Step) -> bool:
-        """Whether a step, which is about to be drawn, is skipped."""
-        return step in self.steps
 
     def forget(self, epoch: int) -> None:
         """The steps of this epoch are numbered anew, because other ranks have begun it: none of them is skipped."""

@@ -52,6 +52,9 @@ _LEFT_OUT = (
     "what state_dict() of the dataset returns leaves something out, such as a shuffle buffer or a random generator, or "
     "the batch shows the time or the process. Add what is missing to the state, or take that out of the batches"
 )
+_NOT_LOADED = (
+    "load_state_dict() of the dataset has not restored its position. Correct that method, or start the epoch again"
+)
 _NOT_RESTORED = (
     "the dataset, or a wrapper around it, is another one than was saved or has other arguments, or the batch depends "
     "on something that can't be restored, such as a random generator that was created while loading, the time, the "
@@ -329,17 +332,13 @@ class HostedWorker:
         if task.digest in (None, result.digest) or self._failure is not None or result.kind in ENDS:
             return result
         has_own = has_state(self._dataset) or has_state(self._iterator)
+        what = f"differs from the original: {_LEFT_OUT if has_own else _NOT_RESTORED}"
+        if has_own and result.kind not in (ResultKind.BATCH, ResultKind.EMPTY):
+            what = f"did not come: {_NOT_LOADED}. What came instead: {result.text or 'its stream has ended'}"
         with self._keeping_failure():
-            if has_own and result.kind not in (ResultKind.BATCH, ResultKind.EMPTY):
-                raise ReplayError(
-                    f"batch {task.task_id} of worker {self._setup.worker_id} was to be rebuilt after its worker was "
-                    "replaced or resumed, but did not come: load_state_dict() of the dataset has not restored its "
-                    "position. Correct that method, or start the epoch again. What came instead: "
-                    f"{result.text or 'its stream has ended'}"
-                )
             raise ReplayError(
-                f"batch {task.task_id} of worker {self._setup.worker_id} was rebuilt after its worker was replaced or "
-                f"resumed, and differs from the original: {_LEFT_OUT if has_own else _NOT_RESTORED}"
+                f"batch {task.task_id} of worker {self._setup.worker_id}, which was to be rebuilt after its worker was "
+                f"replaced or resumed, {what}"
             )
         self._unrestored = True
         assert self._failure is not None
