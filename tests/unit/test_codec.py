@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import functools
 import gc
 import mmap
 import multiprocessing
@@ -207,7 +208,7 @@ def test_a_batch_comes_out_as_between_torchs_processes(protocol, payload):
         encoded = encode(payload)
     check(decoded(encoded), payload, lambda array: between_torchs_processes(array, protocol))
     buffers = {(address_of_buffer(buffer), buffer.nbytes) for buffer in encoded.buffers}
-    assert spans(payload) <= buffers, "not just the memory that the tensors use"
+    assert spans(payload) <= buffers, "other memory than just that which the tensors use"
     assert len(encoded.buffers) - len(spans(payload)) <= len({*map(id, leaves_of(payload))})
 
 
@@ -279,14 +280,10 @@ def test_what_shared_memory_shares_it_again_apart_from_its_source(kind, encode):
     assert (complex(other[0]), complex(source[0])) == (7, 1)
 
 
-def test_encode_neither_copies_nor_changes_the_source():
-    tensor, array = torch.zeros(1000), np.zeros(1000)
-    encoded = encode([tensor, array])
-    got = decode(encoded.skeleton, encoded.buffers)
-    tensor.fill_(1)
-    array.fill(1)
-    assert [float(part.sum()) for part in got] == [1000, 1000]
-    assert tensor.resize_(1001).shape == (1001,), "the storage can't be resized any more"
+def test_encode_leaves_the_storage_resizable():
+    tensor = torch.zeros(3)
+    encode([tensor, 1])
+    assert tensor.resize_(5).shape == (5,)
 
 
 def test_tensors_without_items_can_grow_in_a_worker_and_others_cannot():
@@ -413,15 +410,13 @@ def test_hooks_of_batches_are_left_out_with_torchs_warning():
         assert not through(leaf)._backward_hooks
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("make", [torch.clone, torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_the_leaves_of_a_dataset_get_gradients_of_their_own(make):
-    leaf = make(torch.ones(1, 3)).requires_grad_()
+def test_the_leaves_of_a_dataset_get_gradients_of_their_own():
+    leaf = torch.ones(3, requires_grad=True)
     leaf.grad = leaf.detach() * 7
     got = through(leaf, encode_for_worker)
     assert got.grad is None
-    (got if got.layout is torch.strided else got.to_dense()).sum().backward()
-    assert got.grad.to_dense().tolist() == [[1.0] * 3]
+    got.sum().backward()
+    assert got.grad.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
@@ -442,30 +437,29 @@ def test_sparse_tensors_are_not_kept():
 # ---- errors
 
 
-class Bad:
-    def __reduce__(self):
-        raise KeyError("mine")
+class Reduced:
+    """Is pickled by a function."""
 
+    def __init__(self, reduce):
+        self.reduce = reduce
 
-class Endless:
     def __reduce__(self):
-        return self.__reduce__()
+        return self.reduce()
 
 
 def test_errors_of_the_programs_objects_pass_unchanged():
     with pytest.raises(KeyError, match="mine") as caught:
-        encode([Bad()])
+        encode([Reduced(lambda: {}["mine"])])
     assert not own_notes(caught.value)
 
 
-@pytest.mark.parametrize("endless", [False, True])
-def test_excessive_depth_is_a_pickling_error(endless):
-    deep = Endless() if endless else []
-    for _ in range(0 if endless else 100_000):
-        deep = [deep]
-    with pytest.raises(pickle.PicklingError, match="excessively deep recursion"):
-        encode(deep)
-    while type(deep) is list and deep:
+def test_excessive_depth_is_a_pickling_error():
+    endless = Reduced(lambda: endless.reduce())
+    deep = functools.reduce(lambda inner, _: [inner], range(100_000), [])
+    for obj in (endless, deep):
+        with pytest.raises(pickle.PicklingError, match="excessively deep recursion"):
+            encode(obj)
+    while deep:
         deep = deep.pop()
 
 

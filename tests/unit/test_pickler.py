@@ -60,13 +60,6 @@ def files_of(call, *arguments):
     raise AssertionError("nothing was raised")
 
 
-def codes_in(code):
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_in(constant)
-
-
 def test_tracebacks_and_warnings_name_the_file(program):
     assert files_of(there_and_back(program.fails)) == [FILE, FILE]
     assert set(files_of(there_and_back(program.Dataset)().__getitem__, 1)) == {FILE}
@@ -80,7 +73,6 @@ def test_code_arrives_as_it_was(program):
     code = program.fails.__code__
     came = there_and_back(code)
     assert came == code
-    assert [inner.co_filename for inner in codes_in(came)] == [FILE] * 2
     assert list(came.co_lines()) == list(code.co_lines())
 
 
@@ -129,7 +121,6 @@ def test_a_storage_on_an_accelerator_is_refused_in_a_batch_and_copied_once_for_a
     with pytest.raises(TypeError, match=r"got a tensor on 'cuda:1'.*DataLoader\(\.\.\., device='cuda'\)"):
         Pickler()._storage(OnAccelerator(), torch.UntypedStorage)
     taking = ReplicaPickler()
-    tokens = [taking._storage(OnAccelerator(), torch.UntypedStorage)[1][0] for _ in range(2)]
-    assert tokens[0] is tokens[1]
-    (span,) = taking.tokens.values()
-    assert span.storage.tolist() == torch.arange(3).untyped_storage().tolist()
+    one, other = (taking._storage(OnAccelerator(), torch.UntypedStorage)[1][0] for _ in range(2))
+    assert one is other
+    assert taking.tokens[one].storage.tolist() == torch.arange(3).untyped_storage().tolist()
