@@ -66,6 +66,11 @@ def by_name():
         torch.multiprocessing.set_sharing_strategy(before)
 
 
+def sent(obj):
+    """As it arrives in another process of torch's."""
+    return ForkingPickler.loads(bytes(ForkingPickler.dumps(obj)))
+
+
 OF_ONE_MAP = {
     "itself": lambda mapped: mapped,
     "as an array": np.asarray,
@@ -84,6 +89,7 @@ OBJECTS = {
     "private file of torch's": (lambda path: from_file(path, shared=False), "copied"),
     "file of torch's": (lambda path: from_file(path, shared=True), "shared"),
     "shared tensor": (lambda path: torch.zeros(1000).share_memory_(), "shared"),
+    "shared tensor of another process": (lambda path: sent(torch.zeros(1000).share_memory_()), "shared"),
     "part of a shared tensor": (lambda path: torch.zeros(1000).share_memory_()[10:12], "shared"),
     "array of a shared tensor": (lambda path: torch.zeros(1000).share_memory_().numpy()[5:], "shared"),
     **{
@@ -108,24 +114,37 @@ def set_first(obj, value):
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_what_is_shared_stays_so_and_what_is_copied_is_the_readers_own(name, data_file):
+    """Also where a worker reads what a worker had: the dataset of a shared loader goes through its producer."""
     make, fate = OBJECTS[name]
     source = make(data_file)
     image = write(source)
     assert len(image.address.regions) == (fate != "copied")
-    one, other = read(image), read(image)
-    assert (type(one), one.dtype, one.tolist()) == (type(source), source.dtype, source.tolist())
-    assert fate == "copied" or steps(one) == steps(source)
+    one, other = read(image), read(write(read(image)))
+    for found in (one, other):
+        assert (type(found), found.dtype, found.tolist()) == (type(source), source.dtype, source.tolist())
+        assert fate == "copied" or steps(found) == steps(source)
     if fate == "read-only":
         assert not one.flags.writeable
         data_file.write_bytes(b"\x09" * (1 << 16))
-        assert (first(one), first(read(image))) == (9, 9)
+        assert [first(one), first(other), first(read(image))] == [9] * 3
         assert write(source, image) is image
         return
+    if fate == "shared" and isinstance(one, torch.Tensor):
+        assert one.is_shared()
+        assert one.untyped_storage().nbytes() == source.untyped_storage().nbytes()
+        one.share_memory_()  # again, as Hugging Face's streams do
     set_first(one, 201)
     assert [first(obj) == 201 for obj in (source, other, read(image))] == [fate == "shared"] * 3
     set_first(source, 55)
     assert [first(obj) == 55 for obj in (one, other, read(image))] == [fate == "shared"] * 3
-    assert [first(read(write(source, image)))] == [55]
+    assert first(read(write(source, image))) == 55
+
+
+def test_a_worker_can_send_shared_memory_on():
+    source = torch.zeros(1000).share_memory_()
+    whole, array = read(write([source, source.numpy()[5:]]))
+    sent(whole)[7] = 5
+    assert (source[7], array[2]) == (5, 5)
 
 
 def test_parts_of_one_map_are_in_one_mapping(data_file):
@@ -140,7 +159,7 @@ def test_parts_of_one_map_are_in_one_mapping(data_file):
 def test_what_pickling_keeps_as_one_is_one_and_all_else_is_separate_in_each_epoch():
     """All pairs: of objects over one memory, those that a write to each shows in, as between torch's processes."""
     held, image = aliases.made(), None
-    between_processes = ForkingPickler.loads(bytes(ForkingPickler.dumps(aliases.made())))
+    between_processes = sent(aliases.made())
     want = {written: aliases.seen(between_processes, written) for written in aliases.WRITTEN}
     assert want["array"] == ["array", "same", "shallow copy"]
     assert want["tensor"] == ["tensor", "part of the tensor"]
@@ -150,58 +169,6 @@ def test_what_pickling_keeps_as_one_is_one_and_all_else_is_separate_in_each_epoc
         assert {written: aliases.seen(opened, written) for written in aliases.WRITTEN} == want
     assert write(held, image) is image
     assert (held["array"] == np.arange(2000)).all()
-
-
-class SharesAgain:
-    """As Hugging Face's streams do."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-        self.part = tensor[10:12]
-        self.array = tensor.numpy()
-        self.row = tensor.numpy()[20:30]
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self.tensor = self.tensor.share_memory_()
-
-
-@pytest.mark.parametrize("kind", ["tensor", "file", "queue"])
-def test_what_torch_has_shared_is_shared_for_torch_again(tmp_path, kind):
-    file = tmp_path / "cells"
-    tensor = torch.from_file(str(file), shared=True, size=1000) if kind == "file" else torch.zeros(1000).share_memory_()
-    if kind == "queue":
-        tensor = ForkingPickler.loads(bytes(ForkingPickler.dumps(tensor)))
-    found = read(write(SharesAgain(tensor)))
-    assert found.tensor.is_shared()
-    assert found.tensor.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
-    assert found.tensor.data_ptr() != tensor.data_ptr()
-    found.part += 1
-    found.array[5] = 2
-    found.row[0] = 3
-    tensor[999] = 4
-    assert found.tensor[[5, 10, 11, 20, 999]].tolist() == [2, 1, 1, 3, 4]
-    assert torch.equal(found.tensor, tensor)
-    if kind != "file":  # torch can't send those of files on
-        sent = ForkingPickler.loads(bytes(ForkingPickler.dumps(found.tensor)))
-        sent[0] = 5
-        assert tensor[0] == 5
-
-
-def test_what_was_mapped_in_a_worker_is_mapped_again_from_there(data_file):
-    """A loader that is shared is sent to its producer, and its dataset from there to the workers."""
-    shared = torch.zeros(1000).share_memory_()
-    many = [torch.full((4,), float(number)).share_memory_() for number in range(300)]
-    obj = [np.memmap(data_file, mode="r+")[7:], shared, shared.numpy()[5:], *many]
-    image = write(obj)
-    first = read(image)
-    assert all(torch.equal(one, other) for one, other in zip(first[3:], many, strict=True))
-    del image
-    second = write(first)
-    assert second.address.file.nbytes < 100_000
-    for number, array in enumerate(read(second)):
-        array[3] = number % 256
-    assert [int(array[3]) for array in obj] == [0, 1, 2, *[number % 256 for number in range(3, 303)]]
 
 
 def test_a_copy_of_shared_memory_is_noticed(data_file):
