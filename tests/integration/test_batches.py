@@ -115,7 +115,7 @@ LAYOUTS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta state):UserWarning")
-# The first nested tensor has torch import its compiler, which takes five seconds; tests/unit/test_codec.py has one too.
+# The first nested tensor has torch import its compiler, which takes five seconds; test_shortcuts.py has one too.
 @pytest.mark.parametrize("layout", [pytest.param("nested", marks=pytest.mark.full), "sparse_coo", "sparse_csr"])
 def test_nested_and_sparse_tensors_survive(layout):
     make = LAYOUTS[layout]

@@ -21,9 +21,9 @@ def test_labels_that_hash_alike_have_digests_of_their_own(checksum):
 
 
 @pytest.mark.parametrize("checksum", [digest, digest_of])
-@pytest.mark.parametrize("label", [*LABELS, Kind.ONE, 2**200, float("nan")], ids=repr)
-def test_equal_batches_have_equal_digests(checksum, label):
-    assert checksum([torch.ones(2), label]) == checksum([torch.ones(2), label])
+def test_equal_batches_have_equal_digests(checksum):
+    for label in (*LABELS, Kind.ONE, 2**200, float("nan")):
+        assert checksum([torch.ones(2), label]) == checksum([torch.ones(2), label])
 
 
 def test_an_exception_in_the_place_of_a_batch_counts_by_its_type():

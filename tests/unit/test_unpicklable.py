@@ -1,10 +1,12 @@
-"""What belongs to one process, so that sending it is an error that names it; proxies of managers do go."""
+"""What belongs to one process, so that sending it is an error that names it and a remedy; proxies of managers do go."""
 
 import contextlib
+import functools
 import gzip
 import io
 import mmap
 import multiprocessing
+import os
 import socket
 import sqlite3
 import sys
@@ -19,22 +21,28 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
+import torch
 
 from rayloader.transport.codec import decode, encode
-from rayloader.transport.replica import encode_for_worker, explain
+from rayloader.transport.replica import encode_for_worker, explain, note_batch
 
 # Where they hold what can't be pickled.
 OF_GZIP = ".myfileobj" if sys.version_info < (3, 14) else ".fileobj"
 OF_THREAD = {(3, 13): "._handle", (3, 14): "._os_thread_handle"}.get(sys.version_info[:2], "._started._cond._lock")
+REMEDY = "create it in worker_init_fn or lazily on first use, or drop it in __getstate__"
 
 
 @pytest.mark.parametrize("key", [None, b"of its own"])
 def test_a_proxy_of_a_manager_brings_its_key_along(key, monkeypatch):
+    """For those that it returns, too, where the key is the program's."""
     with SyncManager(authkey=key, ctx=multiprocessing.get_context("fork")) as manager:
-        proxy = manager.dict(a=1)
-        encoded = encode_for_worker(proxy)
+        inner = manager.dict(b=2)
+        outer = manager.dict(a=1, inner=inner)
+        encoded = encode_for_worker(outer)
         monkeypatch.setitem(multiprocessing.current_process()._config, "authkey", b"of a worker")
-        assert decode(encoded.skeleton, encoded.buffers)["a"] == 1
+        proxy = decode(encoded.skeleton, encoded.buffers)
+        assert proxy["a"] == 1
+        assert key is not None or proxy["inner"]["b"] == 2
 
 
 @pytest.fixture
@@ -71,22 +79,124 @@ def held(tmp_path):
             "local": ("", threading.local()),
             "weak": ("", weakref.ref(threading.Thread)),
             "map": ("", stack.enter_context(mmap.mmap(-1, mmap.PAGESIZE))),
+            "lock of processes": ("", multiprocessing.Lock()),
+            "event of processes": ("._cond", multiprocessing.Event()),
+            "queue": ("", multiprocessing.Queue()),
+            "value": ("", multiprocessing.Value("i")),
+            "pipe": ("", stack.enter_context(multiprocessing.Pipe()[0])),
+            "generator": ("", iter_nothing()),
+            "graph": ("", torch.ones(2, requires_grad=True) * 2),
+            "compiled": ("", torch.compile(lambda x: x, backend="eager")),
+            "in lists": ("['x'][1].stream", {"x": [1, SimpleNamespace(stream=iter_nothing())]}),
+            "kept": (".stream", Drops()),
+            "slot": (".stream", Slots()),
+            "closure": (".<closure>.stream", closing_over(iter_nothing())),
+            "method": (".__self__.stream", Drops().method),
+            "argument": ("[0]", functools.partial(print, iter_nothing())),
+            "keyword": (".key", functools.partial(print, key=iter_nothing())),
+            "cycle": (".stream", cyclic()),
+            "deep": ("[0]" * 5, functools.reduce(lambda inner, _: [inner], range(20), iter_nothing())),
         }
+
+
+INSTEAD = {
+    "lock of processes": "use that of a manager, such as multiprocessing.Manager().Lock(), instead",
+    "event of processes": "use that of a manager",
+    "queue": "use multiprocessing.Manager().Queue() instead",
+    "value": "use a tensor after share_memory_() instead",
+    "pipe": "use a tensor after share_memory_(), or multiprocessing.Manager().Queue(), instead",
+}
+
+
+class Slots:
+    __slots__ = ("stream",)
+
+    def __init__(self):
+        self.stream = iter_nothing()
+
+    def method(self):
+        pass
+
+
+class Drops(Slots):
+    def __init__(self):
+        super().__init__()
+        self.dropped = iter_nothing()
+
+    def __getstate__(self):
+        return {"stream": self.stream}
+
+
+def iter_nothing():
+    return (i for i in ())
+
+
+def closing_over(stream):
+    return lambda: stream
+
+
+def cyclic():
+    holder = SimpleNamespace()
+    holder.stream, holder.me = iter_nothing(), SimpleNamespace(back=holder)
+    return holder
 
 
 def test_what_belongs_to_one_process_is_an_error_that_names_the_attribute_and_the_remedy(held):
     for name, (part, obj) in held.items():
         dataset = SimpleNamespace(held=obj)
-        with pytest.raises(TypeError, match="pickle"):
+        with pytest.raises((TypeError, RuntimeError), match=r"pickle|serialize|shared between processes"):
             encode_for_worker(dataset)
         said = explain(dataset, "dataset")
         assert said.startswith(f"dataset.held{part}: "), name
-        assert said.endswith("; create it in worker_init_fn or lazily on first use, or drop it in __getstate__"), name
+        assert said.endswith(f"; {REMEDY}" if name not in INSTEAD else f" share, or {REMEDY}"), name
+        assert INSTEAD.get(name, "") in said
+    said = explain([held["binary"][1]], "dataset")
+    assert said.startswith("dataset[0]: _io.BufferedReader can't be sent to a worker (TypeError: cannot pickle")
+
+
+def test_a_note_names_what_of_a_batch_cannot_be_pickled():
+    error = TypeError()
+    with open(os.devnull) as file:
+        note_batch(error, {"labels": [1, file]}, encode)
+    (note,) = error.__notes__
+    assert "sent to the trainer: batch['labels'][1]: _io.TextIOWrapper (TypeError: cannot pickle" in note
+    note_batch(error, {"labels": [1]}, encode)
+    assert error.__notes__ == [note]
+
+
+class Hostile:
+    def __reduce_ex__(self, protocol):
+        raise OSError
+
+    def __repr__(self):
+        raise OSError
+
+
+def test_explaining_is_bounded_and_never_raises():
+    assert explain([Hostile(), iter_nothing()], "x").startswith(f"x[0]: {__name__}.")
+    assert explain({Hostile(): iter_nothing()}, "x").startswith("x: builtins.dict")
+    assert explain([0] * 5000 + [iter_nothing()], "x").startswith("x: builtins.list")
+    assert explain(SimpleNamespace(a=1), "x") is None
 
 
 @pytest.mark.parametrize("encode", [encode, encode_for_worker], ids=["batch", "dataset"])
-def test_a_stream_over_a_descriptor_is_an_error(encode, tmp_path):
-    """Whose pickle would be the descriptor's number."""
+def test_what_pickles_as_something_else_is_an_error(encode, tmp_path):
+    """A descriptor as its number, a view as bytes, and a text file as a stream with other offsets."""
+    (tmp_path / "lines.txt").touch()
     tarfile.open(tmp_path / "a.tar", "w").close()
-    with tarfile.open(tmp_path / "a.tar", "r|") as stream, pytest.raises(TypeError, match="a descriptor of this"):
-        encode(stream)
+    ours, theirs = multiprocessing.Pipe()
+    with (
+        tarfile.open(tmp_path / "a.tar", "r|") as stream,
+        (tmp_path / "lines.txt").open() as file,
+        ours,
+        theirs,
+    ):
+        for obj, message in (
+            (stream, "a descriptor of this"),
+            (ours, "'Connection' object: a descriptor of this"),
+            (file, "'TextIOWrapper' object: a file of this process"),
+            (memoryview(b"abc"), "'memoryview' object: keep the object that it is a view of"),
+            (memoryview(np.arange(3)), "'memoryview' object: keep the object that it is a view of"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                encode([obj])
