@@ -11,7 +11,6 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -168,30 +167,6 @@ def test_a_tensor_that_is_kept_keeps_only_its_memory_when_the_workers_have_ended
     del batches
     assert arena_rss(ended) <= 9 / 8 * kept.nbytes
     assert same(kept, torch.stack([torch.full((1 << 18,), -6), torch.full((1 << 18,), -7)]))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_keeps_what_it_saw_and_the_parent_goes_on():
-    iterator = iter(batches_of(80))
-    held = next(iterator)
-    assert in_arena(held)
-    wanted = expected(0).numpy()
-    later, go = os.pipe()
-    child = os.fork()
-    if child == 0:  # no torch: its threads are not here
-        os.close(go)
-        os.read(later, 1)  # the parent closes it
-        os._exit(0 if np.array_equal(held.numpy(), wanted) else 1)
-    assert same(held, expected(0))
-    del held
-    for number, batch in enumerate(iterator, 1):
-        assert same(batch, expected(number))
-        batch.fill_(-1)
-    for number, batch in enumerate(batches_of(80)):
-        assert same(batch, expected(number))
-    os.close(go)
-    os.close(later)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # ---- what the worker keeps

@@ -25,8 +25,7 @@ from rayloader.actors import session
 from rayloader.actors.actors import ActorLine, RayCalls, TcpCalls
 from rayloader.protocol import Answer, ResultKind, Up, carried
 from rayloader.resume.digest import drawn
-from rayloader.resume.journal import Journal, Resumed
-from rayloader.resume.snapshot import WorkerState
+from rayloader.resume.journal import Journal
 from rayloader.task import Task
 from rayloader.transport.lanes import SMALL_BYTES, Recycled, from_wire, received
 from rayloader.transport.line import LineSocket
@@ -36,8 +35,7 @@ from rayloader.workers.fleet import Worker
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 LIMIT_S = 500.0  # for one answer; on expiry the test fails
-KINDS = "arena", "line", "tcp", "calls"
-LINES = KINDS[:3]
+LANES = {"arena": "line, arena", "line": "line", "tcp": "TCP line", "calls": "Ray calls"}  # in words, of each kind
 
 
 class Requests(Dataset):
@@ -80,7 +78,7 @@ class Peer:
         self.worker = Worker(worker.setup, Journal(), self.actor, self.mailbox)
         self.source = source
         self.begin()
-        self.tasks, self.checksum = {}, 0
+        self.tasks = {}
 
     def begin(self):
         """Begins the worker over a new channel."""
@@ -188,90 +186,30 @@ def peer(request, tmp_path):
         yield make
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=LANES)
 def any_peer(request, peer):
     return peer(request.param)
 
 
-@pytest.fixture(params=LINES)
+@pytest.fixture(params=["arena", "line", "tcp"])
 def line_peer(request, peer):
     return peer(request.param)
 
 
-def answers_come_in_the_order_of_the_calls_each_with_its_own_batch(peer):
-    tasks = [peer.run(("value", number)) for number in range(40)]
-    assert [task.call for task in tasks] == sorted({task.call for task in tasks})
-    heard = peer.hear(40)
-    assert [message[1] for message in heard] == [task.call for task in tasks]
-    assert [peer.batch(message).tolist() for message in heard] == [[number] for number in range(40)]
-
-
-def batches_of_any_size_are_the_drivers_own_and_can_be_written_to(peer):
-    for nbytes in (0, 1, SMALL_BYTES, SMALL_BYTES + 1, 3 << 20, 8 << 20):
-        for _ in range(2):
-            peer.run(("bytes", nbytes))
-        first, second = map(peer.batch, peer.hear(2))
-        first.fill_(7)
-        for _ in range(2):
-            peer.run(("bytes", nbytes))
-        third, fourth = map(peer.batch, peer.hear(2))
-        assert first.eq(7).all()
-        for batch in (second, third, fourth):
-            assert batch.shape == (1, nbytes)
-            assert batch.eq(nbytes % 251).all()
-
-
-def references_to_rays_objects_come_back_in_their_turn_and_are_sent_by_ray_calls_only(peer):
-    for request in (("value", 1), ("reference", "sent"), ("value", 2)):
-        peer.run(request)
-    before, (came,), after = map(peer.batch, peer.hear(3))
+def test_references_to_rays_objects_come_back_in_their_turn_and_are_sent_by_ray_calls_only(any_peer):
+    for request in (("value", 1), ("reference", "sent"), ("value", 2), ("bytes", SMALL_BYTES + 1)):
+        any_peer.run(request)
+    before, (came,), after, large = map(any_peer.batch, any_peer.hear(4))
     assert (before.tolist(), ray.get(came), after.tolist()) == ([1], ("back", "sent"), [2])
+    assert large.eq((SMALL_BYTES + 1) % 251).all()
+    assert any_peer.channel.lane == LANES[any_peer.kind]
     reference = ray.put(7)
-    if peer.kind == "calls":
-        peer.run(("fetch", reference))
-        assert peer.batch(peer.hear()[0]).tolist() == [7]
+    if any_peer.kind == "calls":
+        any_peer.run(("fetch", reference))
+        assert any_peer.batch(any_peer.hear()[0]).tolist() == [7]
     else:
         with pytest.raises(TypeError, match="arenas=False"):
-            peer.run(("fetch", reference))
-
-
-def it_says_what_it_is(peer):
-    peer.run(("bytes", SMALL_BYTES + 1))
-    peer.hear()
-    words = {"arena": "line, arena", "line": "line", "tcp": "TCP line", "calls": "Ray calls"}
-    assert peer.channel.lane == words[peer.kind]
-
-
-# One process per kind for all of these: starting one takes longer than any of them.
-CHECKS = (
-    answers_come_in_the_order_of_the_calls_each_with_its_own_batch,
-    batches_of_any_size_are_the_drivers_own_and_can_be_written_to,
-    references_to_rays_objects_come_back_in_their_turn_and_are_sent_by_ray_calls_only,
-    it_says_what_it_is,
-)
-
-
-def test_what_any_channel_does_while_its_process_is_well(any_peer):
-    for check in CHECKS:
-        check(any_peer)
-
-
-def test_what_is_rebuilt_and_the_next_epoch_are_answered_in_their_turn(any_peer):
-    built = any_peer.run(("value", 5))
-    _, result = any_peer.answer(any_peer.hear()[0])
-    built.digest = result.digest
-    any_peer.begin()
-    replayed = any_peer.worker.rebuild([built])
-    any_peer.worker.resume(Resumed(1, None, None))
-    resumed = any_peer.actor.calls
-    task = any_peer.run(("value", 6))
-    again, begun, answer = any_peer.hear(3)
-    assert again[:2] == (Up.ANSWER, replayed)
-    assert (Answer(*again[2]).kind, Answer(*again[2]).rebuilt) == (ResultKind.REBUILT, (1, 1))
-    assert begun[:2] == (Up.BEGUN, resumed)
-    assert (WorkerState(*begun[2]).epoch, WorkerState(*begun[2]).tasks) == (1, 0)
-    assert answer[1] == task.call
-    assert any_peer.batch(answer).tolist() == [6]
+            any_peer.run(("fetch", reference))
 
 
 def test_the_end_of_the_process_is_the_last_message(any_peer):

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import programs
 from handlers import interrupted
@@ -775,23 +773,3 @@ def test_the_slot_that_came_back_last_is_taken_first_and_neighbours_are_joined_b
         free.put_back(*slot)
     assert free.take(8 * PAGE) == (3 * PAGE, 8 * PAGE)
     assert free.join() == [(11 * PAGE, 12 * PAGE), (18 * PAGE, 100 * PAGE)]
-
-
-@settings(max_examples=60)
-@given(st.lists(st.one_of(st.integers(1, 9 * PAGE), st.tuples(st.integers(0, 99))), max_size=80))
-def test_slots_never_overlap_and_all_room_comes_back(steps):
-    """A number takes that many bytes; a tuple says which slot comes back."""
-    free, taken = FreeSlots(ROOM), []
-    for step in steps:
-        if isinstance(step, int):
-            slot = free.take(step)
-            if slot is not None:
-                assert slot[1] == rounded(step)
-                assert 0 <= slot[0] <= ROOM - slot[1]
-                assert all(slot[0] + slot[1] <= start or start + size <= slot[0] for start, size in taken)
-                taken.append(slot)
-        elif taken:
-            free.put_back(*taken.pop(step[0] % len(taken)))
-    for slot in taken:
-        free.put_back(*slot)
-    assert free.take(ROOM) == (0, ROOM)

@@ -294,26 +294,6 @@ def test_a_pair_is_a_line_and_no_child_has_a_copy_of_the_drivers_end():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_worker_waits_in_its_read_until_something_comes_or_the_line_ends(ends):
-    driver, worker = ends
-    found = []
-
-    def work():
-        while not worker.ended:
-            found.append(worker.receive_next())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    driver.send(b"one")
-    driver.send(b"x" * 3 * CHUNK_BYTES)
-    while driver.unsent:
-        driver.flush()
-    driver.close()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert [message for messages in found for message in messages] == [b"one", b"x" * 3 * CHUNK_BYTES]
-
-
 def test_whoever_does_not_ask_to_wait_does_not(ends):
     driver, worker = ends
     assert worker.receive() == driver.receive() == []
