@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import threading
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -516,20 +515,6 @@ def test_a_slot_comes_back_only_when_the_last_view_has_died(numbers, keep):
     assert pair.has_room()
 
 
-def test_a_batch_that_is_shared_leaves_its_views_alone():
-    """Torch moves it to other memory, under the NumPy arrays that there are."""
-    pair = Pair(4)
-    batch = pair.lend()
-    views = [batch.numpy()[1:], batch[2:].numpy(), memoryview(batch.numpy())]
-    assert batch.share_memory_().is_shared()
-    assert torch.equal(batch, NUMBERS)
-    batch.fill_(-1)
-    for _ in range(3):
-        pair.writer.free(pair.arena.freed())
-        pair.lend(torch.zeros_like(NUMBERS))
-    assert [view[-1] for view in views] == [511] * 3
-
-
 def test_many_threads_drop_views_while_batches_are_made():
     pair, handed, done = Pair(64), [], threading.Event()
 
@@ -554,21 +539,6 @@ def test_many_threads_drop_views_while_batches_are_made():
     for thread in threads:
         thread.join(HANG_LIMIT_S)
     assert pair.has_room()
-
-
-def test_making_and_dropping_batches_keeps_no_memory():
-    pair, taken = Pair(), []
-    gc.collect()
-    tracemalloc.start()
-    try:
-        for _ in range(2):
-            for _ in range(200):  # until Python's own lists of free objects, which count, are as long as they get
-                pair.lend()
-                assert pair.has_room()
-            taken.append(tracemalloc.get_traced_memory()[0])
-    finally:
-        tracemalloc.stop()
-    assert taken[1] - taken[0] < 4096
 
 
 def test_leases_that_live_to_the_end_of_the_process_are_quiet():
