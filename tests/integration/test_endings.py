@@ -115,44 +115,36 @@ def by_ray(actor):
     actor.handle.__ray_terminate__.remote()
 
 
-@pytest.mark.parametrize("end", [by_sigterm, by_ray])
-def test_a_warm_process_that_is_ended_from_outside_ends_without_any_callback(end, tmp_path, own):
-    def watch(dataset, index):
-        if index == 0:
-            atexit.register(append, dataset.path, "atexit")
+def finalize(dataset, index):
+    if index == 0:
+        Finalize(None, append, (dataset.path, "finalized"), exitpriority=0)
 
-    dataset = Numbers(tmp_path / "notes", watch)
+
+def finalize_and_exit(dataset, index):
+    finalize(dataset, index)
+    if index == 0:
+        atexit.register(append, dataset.path, "atexit")
+
+
+@pytest.mark.parametrize(("end", "finalized"), [(by_sigterm, 0), (by_ray, 2)])
+def test_a_warm_process_that_is_ended_runs_no_callback_but_multiprocessings_if_ray_ends_it(
+    end, finalized, tmp_path, own
+):
+    dataset = Numbers(tmp_path / "notes", finalize_and_exit)
     loader = DataLoader(dataset, None, num_workers=1, **own)
-    (pid,) = set(loader)  # it waits for the loader's next epoch
+    (pid,) = {*loader, *loader}
+    assert dataset.notes() == []
     get_pool().wait()
     (actor,) = [actor for actor in get_pool().actors if actor.address is not None and actor.address.pid == pid]
     end(actor)
     wait_for_end(pid)
-    assert dataset.notes() == []
-
-
-def finalize(dataset, index):
-    if index == 0:
-        Finalize(None, append, (dataset.path, "finalized"), exitpriority=0)
+    assert dataset.notes() == ["finalized"] * finalized
 
 
 @pytest.mark.parametrize("options", [{"fresh_processes": True}, {"workers": "fork"}])
 def test_what_multiprocessing_finalizes_is_at_the_end_of_a_process(options, tmp_path, own):
     dataset = Numbers(tmp_path / "notes", finalize)
     wait_for_end(*epochs(dataset, 2, own if "fresh_processes" in options else {}, **options))
-    assert dataset.notes() == ["finalized"] * 2
-
-
-def test_a_warm_process_finalizes_when_ray_ends_it(tmp_path, own):
-    dataset = Numbers(tmp_path / "notes", finalize)
-    loader = DataLoader(dataset, None, num_workers=1, **own)
-    pids = {*loader, *loader}
-    assert len(pids) == 1
-    assert dataset.notes() == []
-    get_pool().wait()
-    (actor,) = [actor for actor in get_pool().actors if actor.address is not None and actor.address.pid in pids]
-    by_ray(actor)
-    wait_for_end(*pids)
     assert dataset.notes() == ["finalized"] * 2
 
 

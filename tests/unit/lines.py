@@ -79,11 +79,3 @@ def exchange(sender: Line, receiver: Line, sent: list) -> list:
         sender.flush()
         found += receiver.receive()
     return found
-
-
-def check_ends(driver: Line, worker: Line) -> None:
-    """The end of one is heard by the other."""
-    worker.close()
-    assert messages(driver, 1) == []
-    assert driver.ended
-    driver.close()

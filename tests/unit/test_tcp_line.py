@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -15,7 +14,7 @@ from pickle import PickleBuffer
 import numpy as np
 import pytest
 
-from lines import HERE, LIMIT_S, exchange, messages, met, new_buffer, plain, serve, wait_for
+from lines import HERE, LIMIT_S, exchange, messages, met, new_buffer, serve, wait_for
 from rayloader.actors import tcp_line
 from rayloader.actors.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
 from rayloader.transport.lanes import Recycled
@@ -34,13 +33,6 @@ def ends():
 
 
 # ---- messages, and buffers behind them
-
-
-def test_more_buffers_than_go_at_once(ends):
-    driver, worker = ends
-    parcel = Parcel(b"many", [memoryview(bytes([number % 256]) * (number + 1)) for number in range(500)])
-    (came,) = exchange(worker, driver, [parcel])
-    assert plain(came) == plain(parcel)
 
 
 def test_large_buffers_travel_apart_and_small_ones_in_the_message():
@@ -99,22 +91,18 @@ def test_what_is_kept_may_be_written_to_and_is_sent_by_a_thread(ends):
     assert not threads[0].is_alive()
 
 
-def test_closing_while_the_thread_waits_for_room_ends_it(ends):
-    _, worker = ends
-    worker.send(Parcel(b"large", [memoryview(bytes(32 << 20))]))
-    worker.keep()
-    worker.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rayloader-sender"]
-
-
-def test_a_line_that_is_dropped_while_its_thread_waits_ends():
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_line_that_ends_while_its_thread_waits_for_room_ends_that_too(how):
     driver = TcpDriverLine(HERE, new_buffer)
     worker = met(driver)
     worker.send(Parcel(b"large", [memoryview(bytes(32 << 20))]))
     worker.keep()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "rayloader-sender"]
-    assert messages(driver, 1)
-    del worker
+    if how == "closed":
+        worker.close()
+    else:
+        assert messages(driver, 1)
+        del worker
     while not driver.ended:
         wait_for(driver)
         driver.read()
@@ -123,95 +111,7 @@ def test_a_line_that_is_dropped_while_its_thread_waits_ends():
     driver.close()
 
 
-def test_one_thread_reads_while_another_sends(ends):
-    driver, worker = ends
-    sent = [bytes([number]) * (1 << 20) for number in range(20)]
-    echoed: list = []
-
-    def echo():
-        while len(echoed) < len(sent):
-            wait_for(worker)
-            for message in worker.receive():
-                echoed.append(message)
-                worker.queue(message)
-            worker.flush()
-        worker.drain()
-
-    thread = threading.Thread(target=echo)
-    thread.start()
-    for message in sent:
-        driver.send(message)
-    assert messages(driver, 20) == sent
-    thread.join()
-
-
-# ---- ends
-
-
-def test_closing_is_hanging_up(ends):
-    driver, worker = ends
-    worker.send(b"never read")
-    driver.send(b"perhaps")
-    driver.close()
-    while not worker.ended:
-        worker.wait()
-        worker.receive()
-    worker.send(b"into the void")
-    assert not worker.unsent
-    driver.close()
-
-
-def test_a_batch_that_was_cut_short_is_none():
-    driver = TcpDriverLine(HERE, new_buffer)
-    child = os.fork()
-    if not child:
-        worker = connect(driver.address, new_buffer, LIMIT_S)
-        worker.send(b"whole")
-        worker.send(Parcel(b"torn", [memoryview(bytes(64 << 20))]))
-        os._exit(0 if worker.unsent else 1)
-    serve(driver, until=lambda: driver._socket is not None)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert messages(driver, 2) == [b"whole"]
-    assert driver.ended
-    driver.close()
-
-
-def test_the_death_of_the_driver_ends_the_workers_end():
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        driver = TcpDriverLine(HERE, new_buffer)
-        os.write(there, pickle.dumps(driver.address))
-        serve(driver, until=lambda: driver._socket is not None)
-        driver.send(b"alive")
-        signal.pause()
-        os._exit(0)
-    worker = connect(pickle.loads(os.read(here, 4096)), new_buffer, LIMIT_S)
-    assert messages(worker, 1) == [b"alive"]
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert messages(worker, 1) == []
-    assert worker.ended
-    worker.close()
-    os.close(here)
-    os.close(there)
-
-
-@pytest.mark.parametrize("dies", ["driver", "worker"])
-def test_a_forked_child_holds_no_connection_open(ends, dies):
-    driver, worker = ends
-    child = os.fork()
-    if not child:
-        signal.pause()
-        os._exit(0)
-    try:
-        end, other = (driver, worker) if dies == "driver" else (worker, driver)
-        os.close(end._socket.detach())  # as when its process dies: no more than the kernel does
-        assert messages(other, 1) == []
-        assert other.ended
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+# ---- silence
 
 
 def test_a_machine_that_gives_no_sign_any_more_is_taken_for_dead(ends, monkeypatch):
@@ -227,17 +127,11 @@ def test_a_machine_that_gives_no_sign_any_more_is_taken_for_dead(ends, monkeypat
     assert driver.ended
 
 
-def test_a_machine_that_is_there_is_not_silent(ends):
-    driver, worker = ends
-    for number in range(3):
-        driver.send(bytes(number))
-        assert not driver._socket.is_silent
-    assert messages(worker, 3) == [bytes(number) for number in range(3)]
-    assert not driver._socket.is_silent
-
-
 def test_silence_is_read_from_what_the_system_says_of_the_connection(ends, monkeypatch):
-    driver, _ = ends
+    driver, worker = ends
+    driver.send(b"")
+    assert messages(worker, 1) == [b""]
+    assert not driver._socket.is_silent
 
     def told(*, probes=0, unacknowledged=0, last_sign=0):
         fields = [0] * 32
@@ -275,31 +169,31 @@ def answer_of(found: socket.socket) -> bytes:
 
 @pytest.fixture
 def driver():
+    before = len(os.listdir("/proc/self/fd"))
     driver = TcpDriverLine(HERE, new_buffer)
+    assert repr(driver.address.secret) not in repr(driver.address)
+    assert len(driver.address.secret) == 32
     yield driver
     driver.close()
+    del driver
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_stranger_who_answers_wrong_is_turned_away_and_has_learned_nothing(driver):
+@pytest.mark.parametrize("says", [bytes(64), pickle.dumps("a message") * 100])
+def test_a_stranger_who_answers_wrong_is_turned_away_has_learned_nothing_and_was_not_unpickled(driver, says):
     found = stranger(driver)
-    found.sendall(bytes(64))
+    found.sendall(says)
     serve(driver, until=lambda: not driver._strangers)
     said = answer_of(found)
-    assert said.startswith(MAGIC)
-    assert len(said) == len(MAGIC) + 32
+    assert MAGIC.startswith(said[: len(MAGIC)])
+    assert len(said) <= len(MAGIC) + 32
     assert driver._socket is None
+    assert driver.arrived() == []
     worker = met(driver)
     worker.send(b"a friend")
     assert messages(driver, 1) == [b"a friend"]
     worker.close()
-
-
-def test_nothing_is_unpickled_of_what_a_stranger_says(driver):
-    found = stranger(driver)
-    found.sendall(pickle.dumps("a message") * 100)
-    serve(driver, until=lambda: not driver._strangers)
-    assert driver.arrived() == []
-    answer_of(found)
 
 
 def test_an_answer_can_be_used_once_only(driver):
@@ -392,24 +286,6 @@ def test_nobody_listens_any_more_once_the_worker_is_in_or_the_line_is_closed(dri
         connect(other.address, new_buffer, 0.2, 0.2)
 
 
-def test_the_secret_is_not_shown(driver):
-    assert repr(driver.address.secret) not in repr(driver.address)
-    assert len(driver.address.secret) == 32
-
-
 def test_an_address_that_is_not_this_machines_can_not_be_listened_at():
     with pytest.raises(LineError, match="can't listen at"):
         TcpDriverLine("203.0.113.1", new_buffer)
-
-
-def test_no_descriptor_is_left():
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        driver = TcpDriverLine(HERE, new_buffer)
-        found = stranger(driver)
-        worker = met(driver)
-        worker.send(Parcel(b"batch", [memoryview(bytes(1 << 20))]))
-        found.close()
-        del driver, worker, found
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
