@@ -27,8 +27,6 @@ from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
     Command,
-    Deliver,
-    DrawIndices,
     Event,
     Fail,
     IndicesDrawn,
@@ -53,12 +51,8 @@ INDENT = "    "
 
 def in_words(command: Command) -> str:
     match command:
-        case DrawIndices(count):
-            return f"draw {count}"
         case Submit(task):
             return f"submit {task.task_id} ({task.indices}) to worker {task.worker_id}"
-        case Deliver(task):
-            return f"deliver {task.task_id}"
         case ReplaceWorker(worker_id, cause):
             return f"replace worker {worker_id} ({cause})"
         case Fail(worker_id, cause, task):
@@ -110,11 +104,20 @@ class Player:
         results: list[str] = []
         for event in method(*words, **options):
             try:
-                results += map(in_words, self.schedule.handle(event))
+                results += self.outcome(event)
             except RuntimeError as error:
                 results.append(f"error: {error}")
             check_rules(self.schedule)
         return results
+
+    def outcome(self, event: Event) -> Iterator[str]:
+        """The commands, the tasks that have become deliverable, and how many more draws are owed."""
+        deliverable, owed = [*self.schedule.deliverable], self.schedule.owed_draws
+        yield from map(in_words, self.schedule.handle(event))
+        yield from (f"deliver {task.task_id}" for task in self.schedule.deliverable if task not in deliverable)
+        owed -= isinstance(event, (IndicesDrawn, IndicesSkipped, SamplerFailed))
+        if self.schedule.owed_draws > owed >= 0:
+            yield f"draw {self.schedule.owed_draws - owed}"
 
     def do_schedule(
         self,
@@ -325,6 +328,6 @@ def test_a_schedule_that_has_broken_its_rules_says_which(attribute, value, rule)
 
 
 def test_the_table_of_transitions_names_events_and_steps_that_exist():
-    steps = {*Event.__args__, Submit, Deliver}  # type: ignore[attr-defined]
+    steps = {*Event.__args__, Submit}  # type: ignore[attr-defined]
     assert {step for row in TRANSITIONS.values() for step in row} <= steps
     assert set(TRANSITIONS) == set(TaskState)

