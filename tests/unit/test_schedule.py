@@ -206,23 +206,6 @@ def test_the_schedule_keeps_to_the_transcript(path: Path) -> None:
     assert found.splitlines() == expected.splitlines()
 
 
-@pytest.mark.parametrize("line", ["opened", "open now", "done 0 byte=3", "schedule workers=1 prefetch=1 elastik"])
-def test_a_transcript_with_an_unknown_word_is_refused(line: str) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        Player().play(line)
-
-
-def test_a_transcript_that_expects_too_much_or_too_little_is_noticed() -> None:
-    transcript = "schedule workers=1 prefetch=2\nopen\n    draw 2\n"
-    assert Player().play(transcript) == transcript
-    for wrong in (
-        transcript.replace("draw 2", "draw 3"),
-        transcript + "    draw 1\n",
-        transcript.replace("    draw 2\n", ""),
-    ):
-        assert Player().play(wrong) != wrong
-
-
 # ---- what a transcript can't show
 
 
@@ -308,23 +291,6 @@ def test_a_batch_is_kept_by_its_task_alone_until_it_is_taken():
     schedule.handle(BatchTaken(0))
     assert task.result is None
     assert schedule.untaken == []
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value", "rule"),
-    [
-        ("owed_draws", -1, "draws are owed"),
-        ("_head_id", 3, "below the head"),
-        ("_tasks", {}, "holds its tasks"),
-        ("_num_active", 1, "are counted"),
-    ],
-)
-def test_a_schedule_that_has_broken_its_rules_says_which(attribute, value, rule):
-    schedule = opened(2, 2)
-    check_rules(schedule)
-    setattr(schedule, attribute, value)
-    with pytest.raises(AssertionError, match=rule):
-        check_rules(schedule)
 
 
 def test_the_table_of_transitions_names_events_and_steps_that_exist():
