@@ -1,22 +1,19 @@
 """Data that nobody divides is warned of once; data that is divided, by whatever means, never."""
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from probes import oversubscribed
 from rayloader import DataLoader, ShuffleBuffer, get_shard_info
-from rayloader.epoch import undivided
+from rayloader.epoch import iterator, local, undivided
 from rayloader.plans import PackedStream
 
 pytestmark = [oversubscribed, pytest.mark.filterwarnings("error:workers .* began with the same (batches|samples)")]
 
-LIMIT = 240  # seconds for two ranks; on expiry the test fails
 TEXT = r"workers 0 and 1 began with the same (batches|samples), and the iterable dataset \w+ has not asked"
 
 
@@ -104,25 +101,26 @@ def test_streams_that_are_too_short_or_divided_when_their_worker_begins():
 
 
 def test_the_warning_as_an_error_loses_no_batch():
-    iterator = iter(DataLoader(Whole(), 2, num_workers=2, workers="fork"))
-    found = [next(iterator) for _ in range(4)]
+    batches = iter(DataLoader(Whole(), 2, num_workers=2, workers="fork"))
+    found = [next(batches) for _ in range(4)]
     with pytest.raises(UserWarning, match=TEXT):
-        next(iterator)
-    assert len(found) + len([*iterator]) == 14
+        next(batches)
+    assert len(found) + len([*batches]) == 14
 
 
-@pytest.mark.full
-def test_ranks(tmp_path):
-    command = [sys.executable, Path(__file__).parent / "script_undivided.py"]
-    ranks = [
-        subprocess.Popen([*command, str(rank), tmp_path / "store"], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = "".join(rank.communicate(timeout=LIMIT)[0] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    found = re.findall(r"(.*): 2 ranks of torch.distributed began with the same batches: (.*) gives each", said)
-    assert sorted(found) == [
-        ("in order, with workers", "BatchSampler of SequentialSampler"),
-        ("shuffle", "BatchSampler of RandomSampler"),
-    ]
-    assert len(said.splitlines()) == 2
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_that_read_the_same(num_workers, monkeypatch):
+    """Each a group of its own, as far as torch knows."""
+    store = dist.HashStore()
+    monkeypatch.setattr(undivided, "default_store", lambda: store)
+    for module in (iterator, local):
+        monkeypatch.setattr(module, "trains_in_a_group", lambda: True)
+
+    def read(rank):
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        options = {"shuffle": True, "generator": torch.Generator(), "num_workers": num_workers, "workers": "fork"}
+        return [*DataLoader(range(24), 4, **options)]
+
+    read(0)
+    with pytest.warns(UserWarning, match=r"2 ranks of torch.distributed began with the same batches: BatchSampler of"):
+        read(1)
