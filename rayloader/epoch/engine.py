@@ -25,8 +25,6 @@ from rayloader.epoch.ahead import AheadThread, Delivery, Preparation, opened
 from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
-    Deliver,
-    DrawIndices,
     Event,
     Fail,
     IndicesDrawn,
@@ -317,8 +315,7 @@ class Engine:
     def _handle(self, event: Event) -> None:
         """Reports an event to the schedule, and carries out its commands, as a part of a change."""
         for command in self.schedule.handle(event):
-            if (carry_out := _CARRY_OUT[type(command)]) is not None:
-                carry_out(self, command)
+            _CARRY_OUT[type(command)](self, command)
         if self._ahead is not None:
             self._ahead.ring()
 
@@ -703,10 +700,8 @@ class Engine:
         return max(0, self.fleet.leased_bytes + self._copies.leased_bytes - ready)
 
 
-_CARRY_OUT: dict[type, Callable[[Engine, Any], None] | None] = {
+_CARRY_OUT: dict[type, Callable[[Engine, Any], None]] = {
     Submit: Engine._submit,
-    Deliver: None,  # it waits in the schedule
-    DrawIndices: None,  # they are owed: only the user's thread may draw
     ReplaceWorker: Engine._replace,
     Fail: Engine._fail,
 }

@@ -121,22 +121,8 @@ Event = (
 
 
 @dataclass(slots=True)
-class DrawIndices:
-    """Draw from the sampler `count` times and report each draw; until then they are owed (`Schedule.owed_draws`)."""
-
-    count: int
-
-
-@dataclass(slots=True)
 class Submit:
     """Send this task to its worker."""
-
-    task: Task
-
-
-@dataclass(slots=True)
-class Deliver:
-    """This task's batch is the next that the user gets, after those delivered before."""
 
     task: Task
 
@@ -158,10 +144,10 @@ class Fail:
     task: Task | None
 
 
-Command = DrawIndices | Submit | Deliver | ReplaceWorker | Fail
+Command = Submit | ReplaceWorker | Fail
 
-# state before -> event -> state after; `Submit` and `Deliver` are the schedule's own steps. The picture in
-# docs/architecture.md is generated from this table.
+# state before -> event -> state after; `Submit` is the schedule's own step, and what is READY is DELIVERED by the event
+# that ends the wait for an earlier task. The picture in docs/architecture.md is generated from this table.
 TRANSITIONS: dict[TaskState, dict[type, TaskState]] = {
     QUEUED: {Submit: OUTSTANDING, WorkerExhausted: GONE, Closed: GONE},
     OUTSTANDING: {
@@ -170,7 +156,7 @@ TRANSITIONS: dict[TaskState, dict[type, TaskState]] = {
         WorkerLost: LOST,
         Closed: GONE,
     },
-    READY: {Deliver: DELIVERED, Closed: GONE},
+    READY: {TaskDone: DELIVERED, WorkerExhausted: DELIVERED, Closed: GONE},
     DELIVERED: {BatchTaken: GONE, Closed: GONE},
     LOST: {Submit: OUTSTANDING, Closed: GONE},
     GONE: {},

@@ -3,8 +3,9 @@
 Promise: a pure state machine. Standard library only; no Ray, no torch, no clock, no thread, no I/O. Two
 rules govern it:
 
-1. Everything that happened comes in through `Schedule.handle` as an event; everything to be done goes out in the
-   list of commands that it returns. Nothing else changes the state.
+1. Everything that happened comes in through `Schedule.handle` as an event; what is to be done with workers goes out in
+   the list of commands that it returns, what is to be drawn and delivered stands in `owed_draws` and `deliverable`.
+   Nothing else changes the state.
 2. A task's state changes only along `TRANSITIONS` (messages.py), and its record is the only one: what is unanswered,
    waits, is ready or on its way to the user is written down here and nowhere else.
 
@@ -25,8 +26,6 @@ from rayloader.epoch.messages import (
     BatchTaken,
     Closed,
     Command,
-    Deliver,
-    DrawIndices,
     Event,
     Fail,
     IndicesDrawn,
@@ -112,7 +111,7 @@ class Schedule:
     Attributes:
         deliverable: tasks that are DELIVERED, in the order in which the user gets them.
         early: number of tasks that are READY: their batches have come before their turn.
-        owed_draws: draws that were requested and not reported.
+        owed_draws: how often the user's thread is to draw from the sampler, and to report what came of it.
         taken: number of batches that the user has, including skipped ones.
         closed: whether the epoch is over for its user.
     """
@@ -211,13 +210,12 @@ class Schedule:
 
     def _open(self, event: Opened) -> list[Command]:
         self._opened = True
-        return self._draw(self.window)
+        self._draw(self.window)
+        return []
 
-    def _draw(self, count: int) -> list[Command]:
-        if count <= 0 or self._sampler_exhausted or not self._num_active:
-            return []
-        self.owed_draws += count
-        return [DrawIndices(count)]
+    def _draw(self, count: int) -> None:
+        if self._num_active and not self._sampler_exhausted:
+            self.owed_draws += count
 
     def _settle_draw(self, event: Event) -> bool:
         """Notes that a draw was reported; whether it counts: an epoch that has failed meanwhile wants no more."""
@@ -253,7 +251,8 @@ class Schedule:
         self.taken += 1
         if self.in_order and not self.dynamic:
             self._next_with_room()  # it would have been this worker's; the others' tasks stay theirs
-        return self._draw(1)
+        self._draw(1)
+        return []
 
     def _next_with_room(self) -> int | None:
         num_workers = len(self._workers)
@@ -323,22 +322,20 @@ class Schedule:
         task.result, task.nbytes = result, event.nbytes
         self._move(task, TaskDone)
         worker.restarts = 0
-        commands: list[Command] = self._deliver_ready() if self.in_order else [self._deliver(task)]
-        if self._queued:
-            commands += self._feed_any()
-        return commands
+        if self.in_order:
+            self._deliver_ready(TaskDone)
+        else:
+            self._deliver(task, TaskDone)
+        return self._feed_any() if self._queued else []
 
-    def _deliver_ready(self) -> list[Command]:
+    def _deliver_ready(self, step: type) -> None:
         """Delivers from the head on, up to the first task that is not ready."""
-        commands: list[Command] = []
-        while self.in_order and (head := self.head) is not None and head.state is READY:
-            commands.append(self._deliver(head))
-        return commands
+        while (head := self.head) is not None and head.state is READY:
+            self._deliver(head, step)
 
-    def _deliver(self, task: Task) -> Deliver:
-        self._move(task, Deliver)
+    def _deliver(self, task: Task, step: type) -> None:
+        self._move(task, step)
         self.deliverable.append(task)
-        return Deliver(task)
 
     def _taken(self, event: BatchTaken) -> list[Command]:
         task = self._tasks.get(event.task_id)
@@ -347,9 +344,9 @@ class Schedule:
         self._move(task, BatchTaken)
         self.deliverable.remove(task)  # nearly always the first
         self.taken += 1
-        if self.in_order and not self._workers[task.worker_id].active:
-            return []
-        return self._draw(1)
+        if not self.in_order or self._workers[task.worker_id].active:
+            self._draw(1)
+        return []
 
     # ---- ends
 
@@ -364,7 +361,11 @@ class Schedule:
         for task in dropped:
             self._move(task, WorkerExhausted)
         worker.waiting = _not_gone(worker.waiting)
-        return ([] if self.in_order else self._draw(len(dropped))) + self._deliver_ready()
+        if self.in_order:
+            self._deliver_ready(WorkerExhausted)
+        else:
+            self._draw(len(dropped))
+        return []
 
     def _worker_lost(self, event: WorkerLost) -> list[Command]:
         """See NOTE [blame]."""

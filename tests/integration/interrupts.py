@@ -9,6 +9,7 @@ import rayloader
 
 PACKAGE = str(Path(rayloader.__file__).parent)
 HANG_LIMIT = 500  # seconds for one step; on expiry the test fails
+POINTS = 2000  # more than any operation has
 
 
 class Interrupt:
@@ -35,6 +36,13 @@ class Interrupt:
             sys.setprofile(None)
             raise self.error
 
+    def __enter__(self):
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
     @property
     def fired(self):
         return self.where is not None
@@ -48,14 +56,8 @@ def in_finalizer(frame):
     return False
 
 
-@contextlib.contextmanager
 def interrupted_at(number, error=KeyboardInterrupt):
-    interrupt = Interrupt(number, error)
-    sys.setprofile(interrupt)
-    try:
-        yield interrupt
-    finally:
-        sys.setprofile(None)
+    return Interrupt(number, error)
 
 
 @contextlib.contextmanager
@@ -72,3 +74,14 @@ def no_hang(what):
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def each_point(stride=1, error=KeyboardInterrupt):
+    """An `Interrupt` at one point after the other, up to the last of the operations that it is laid around."""
+    for number in range(1, POINTS, stride):
+        interrupt = Interrupt(number, error)
+        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
+            yield interrupt
+        if not interrupt.fired:
+            return
+    raise AssertionError("POINTS is too small")

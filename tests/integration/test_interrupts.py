@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 import rayloader.actors.pool
 from inside import live_actor_pids
-from interrupts import HANG_LIMIT, interrupted_at, no_hang
+from interrupts import HANG_LIMIT, each_point
 from probes import Calls
 from rayloader import DataLoader, RayloaderError
 from rayloader.epoch.iterator import close_all
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 LENGTH = 40
-POINTS = 2000  # more than any operation has
+full = pytest.mark.full
 
 
 class Numbers(IterableDataset):
@@ -37,38 +37,27 @@ class Numbers(IterableDataset):
         return iter(torch.arange(LENGTH))
 
 
-def make_loader(kind, **options):
-    options = {"num_workers": 1 if kind == "iterable" else 2, **options}
-    if kind == "iterable":
-        return DataLoader(Numbers(), batch_size=None, prefetch_factor=2, **options)
-    if kind == "waiting":  # each batch is asked for when it is needed
-        options |= {"num_workers": 1, "prefetch_factor": 1}
-    return DataLoader(Calls(torch.tensor, LENGTH), batch_size=None, **options)
+def make_loader(dataset=None, **options):
+    return DataLoader(dataset or Calls(torch.tensor, LENGTH), **{"batch_size": None, "num_workers": 2, **options})
 
 
-def numbers_of_points(stride):
-    return range(1, POINTS, stride)
-
-
+WAITING = {"num_workers": 1, "prefetch_factor": 1}  # each batch is asked for when it is needed
 KINDS = {
-    "in order": ("map", {}),
-    "each waited for": ("waiting", {}),
-    "iterable": ("iterable", {}),
-    "pinned": ("map", {"pin_memory": True}),
-    "pinned, each waited for": ("waiting", {"pin_memory": True}),
-    "on a device": ("map", {"device": "cuda"}),
-    "persistent": ("map", {"persistent_workers": True}),
-    "timeout": ("map", {"timeout": 1000}),
-    "dynamic": ("map", {"seeding": "batch", "scheduling": "dynamic"}),
+    "in order": {},
+    "each waited for": WAITING,
+    "iterable": {"dataset": Numbers(), "num_workers": 1, "prefetch_factor": 2},
+    "pinned": {"pin_memory": True},
+    "pinned, each waited for": {"pin_memory": True, **WAITING},
+    "on a device": {"device": "cuda"},
+    "persistent": {"persistent_workers": True},
+    "timeout": {"timeout": 1000},
+    "dynamic": {"seeding": "batch", "scheduling": "dynamic"},
 }
-SAMPLED = ("each waited for", "pinned", "on a device", "persistent")
-
-
 POINTS_OF_NEXT = [
-    *(pytest.param(name, KeyboardInterrupt, 10, id=f"{name}, every tenth point") for name in SAMPLED),
+    *((name, 10) for name in ("each waited for", "pinned", "on a device", "persistent")),
     # Where next() draws, an Exception that a handler raises is the sampler's error: see NOTE [interrupts], rule 6.
-    pytest.param("in order", KeyboardInterrupt, 5, id="in order, every fifth point"),
-    *(pytest.param(name, KeyboardInterrupt, 1, marks=pytest.mark.full, id=f"{name}, every point") for name in KINDS),
+    ("in order", 5),
+    *(pytest.param(name, 1, marks=full) for name in KINDS),
 ]
 
 
@@ -79,94 +68,70 @@ def next_or_error(iterator):
         return str(error)
 
 
-@pytest.mark.parametrize(("name", "error", "stride"), POINTS_OF_NEXT)
-def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, monkeypatch, name, error, stride):
-    kind, options = KINDS[name]
-    if "device" in options:
+@pytest.mark.parametrize(("name", "stride"), POINTS_OF_NEXT)
+def test_an_interrupted_next_loses_nothing_and_hangs_nowhere(accelerator, monkeypatch, name, stride):
+    if name == "on a device":
         SimulatedAccelerator(at_each_query=1).install(monkeypatch)
-    loader = make_loader(kind, **options)
+    loader = make_loader(**KINDS[name])
     iterator, expected = iter(loader), 0
-    for number in numbers_of_points(stride):
+    for interrupt in each_point(stride):
         if expected >= LENGTH - 2:
             iterator, expected = iter(loader), 0
-        interrupt = None
-        with no_hang(lambda: (name, interrupt.number, interrupt.where)):  # noqa: B023
-            try:
-                with interrupted_at(number, error) as interrupt:
-                    batch = next(iterator)
-            except error:
-                assert interrupt.fired
-            else:
-                assert batch.item() == expected
-                expected += 1
-                if not interrupt.fired:
-                    break
-            where = (number, interrupt.where)
-            assert loader.state_dict()["position"]["next_task"] == expected, where
-            after = next_or_error(iterator)
-            if after == expected:
-                expected += 1
-            else:
-                assert "this iterator was interrupted" in str(after), where
-                assert next_or_error(iterator) == after, where
-                iterator, expected = iter(loader), 0
-    else:
-        pytest.fail("POINTS is too small")
+        try:
+            with interrupt:
+                batch = next(iterator)
+        except KeyboardInterrupt:
+            assert interrupt.fired
+        else:
+            assert batch.item() == expected
+            expected += 1
+        assert loader.state_dict()["position"]["next_task"] == expected, interrupt.where
+        after = next_or_error(iterator)
+        if after == expected:
+            expected += 1
+        else:
+            assert "this iterator was interrupted" in str(after), interrupt.where
+            assert next_or_error(iterator) == after, interrupt.where
+            iterator, expected = iter(loader), 0
     assert [batch.item() for batch in loader] == list(range(LENGTH))
 
 
 @pytest.mark.parametrize(
     ("persistent", "stride"),
-    [
-        pytest.param(False, 101, marks=pytest.mark.full),
-        pytest.param(False, 7, marks=pytest.mark.full),
-        (True, 101),
-        pytest.param(True, 7, marks=pytest.mark.full),
-    ],
+    [(True, 101), *(pytest.param(*kind, marks=full) for kind in ((False, 101), (False, 7), (True, 7)))],
 )
 def test_after_an_interrupted_iter_the_next_one_works(persistent, stride):
-    loader = make_loader("map", persistent_workers=persistent)
-    for number in numbers_of_points(stride):
-        interrupt = None
-        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
-            try:
-                with interrupted_at(number) as interrupt:
-                    iterator = iter(loader)
-            except KeyboardInterrupt:
-                iterator = None
-            if iterator is None:
+    loader = make_loader(persistent_workers=persistent)
+    for interrupt in each_point(stride):
+        try:
+            with interrupt:
                 iterator = iter(loader)
-            assert [next(iterator).item(), next(iterator).item()] == [0, 1], (number, interrupt.where)
-            del iterator
-        if not interrupt.fired:
-            break
+        except KeyboardInterrupt:
+            iterator = iter(loader)
+        assert [next(iterator).item(), next(iterator).item()] == [0, 1], interrupt.where
+        del iterator
 
 
-@pytest.mark.parametrize("pin_memory", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("stride", [47, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("pin_memory", [pytest.param(False, marks=full), True])
+@pytest.mark.parametrize("stride", [47, pytest.param(3, marks=full)])
 def test_after_an_interrupted_close_the_next_one_ends_the_iterator(accelerator, pin_memory, stride):
-    loader = make_loader("map", pin_memory=pin_memory)
-    for number in numbers_of_points(stride):
-        iterator, interrupt = iter(loader), None
+    loader = make_loader(pin_memory=pin_memory)
+    for interrupt in each_point(stride):
+        iterator = iter(loader)
         assert next(iterator).item() == 0
-        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
-            with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
-                close_all()
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
             close_all()
-            with pytest.raises(RayloaderError, match=r"call iter\(\) on the loader again"):
-                next(iterator)
-            assert loader.state_dict()["position"]["next_task"] == 1, (number, interrupt.where)
-            assert next(iter(loader)).item() == 0
-        if not interrupt.fired:
-            break
-    else:
-        pytest.fail("POINTS is too small")
+        close_all()
+        with pytest.raises(RayloaderError, match=r"call iter\(\) on the loader again"):
+            next(iterator)
+        assert loader.state_dict()["position"]["next_task"] == 1, interrupt.where
+        assert next(iter(loader)).item() == 0
 
 
 def test_after_an_interrupted_close_of_an_arena_the_next_one_unlocks_it():
     accelerator = SimulatedAccelerator()
-    for number in numbers_of_points(1):
-        lane, interrupt = ArenaLane(), None
+    for interrupt in each_point():
+        lane = ArenaLane()
         lane.accelerator = accelerator
         lent, room = lane.lend()
         where = WorkerLane().open(room).reserve(SMALL_BYTES)
@@ -174,39 +139,29 @@ def test_after_an_interrupted_close_of_an_arena_the_next_one_unlocks_it():
         for _ in range(2):
             lent.leases[where[0][0]].page_lock()
         del lent
-        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
-            with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
-                lane.close()
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
             lane.close()
-            while accelerator.registered:
-                unlocker.ring()
-        if not interrupt.fired:
-            break
-    else:
-        pytest.fail("POINTS is too small")
+        lane.close()
+        while accelerator.registered:
+            unlocker.ring()
 
 
-@pytest.mark.parametrize("stride", [41, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [41, pytest.param(5, marks=full)])
 def test_after_an_interrupted_shutdown_the_next_one_ends_every_actor(monkeypatch, stride):
     """Of a pool of its own: the session's Ray is to go on."""
     monkeypatch.setattr(rayloader.actors.pool, "_pool", None)
-    loader = make_loader("waiting")
-    for number in numbers_of_points(stride):
-        iterator, interrupt = iter(loader), None
+    loader = make_loader(**WAITING)
+    for interrupt in each_point(stride):
+        iterator = iter(loader)
         assert next(iterator).item() == 0
         pool = rayloader.actors.pool.get_pool()
         (pid,) = live_actor_pids(pool)
-        with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
-            with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
-                pool.shutdown()
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
             pool.shutdown()
-            assert live_actor_pids(pool) == set()
-            with pytest.raises(RayloaderError, match=r"call iter\(\) on the loader again"):
-                list(iterator)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(pid).wait(HANG_LIMIT)
-        if not interrupt.fired:
-            break
-    else:
-        pytest.fail("POINTS is too small")
+        pool.shutdown()
+        assert live_actor_pids(pool) == set()
+        with pytest.raises(RayloaderError, match=r"call iter\(\) on the loader again"):
+            list(iterator)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(HANG_LIMIT)
     rayloader.actors.pool.get_pool().shutdown()

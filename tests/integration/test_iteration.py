@@ -1,4 +1,4 @@
-"""Epochs and iterators: order, abandoning, several at once, threads, loaders inside workers, who ends when."""
+"""Iterators and their workers: when these begin and end, who shares them, threads, loaders inside workers."""
 
 import os
 import threading
@@ -6,13 +6,12 @@ import threading
 import psutil
 import pytest
 import ray
-import torch
-from torch.utils.data import BatchSampler, Sampler, Subset, get_worker_info
+from torch.utils.data import get_worker_info
 
 import rayloader.actors.pool
 from inside import has_workers
 from latches import Gate, Mail
-from probes import Calls, Stream, as_is, in_each_worker, load
+from probes import Calls, in_each_worker, load
 from rayloader import DataLoader
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -20,141 +19,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 EXIT_LIMIT = 500.0  # seconds for a process to end; on expiry the test fails
 
 
-def worker_id(index):
-    return get_worker_info().id
-
-
-# ---- who builds what, and in which order it comes
-
-
-def test_batch_i_goes_to_worker_i_modulo_w():
-    assert list(load(worker_id, 7, num_workers=2)) == [0, 1, 0, 1, 0, 1, 0]
-
-
-def test_exhausted_workers_leave_the_rotation():
-    lengths = [1, 4]
-    dataset = Stream(lambda worker: [(worker, k) for k in range(lengths[worker])])
-    for _ in range(2):
-        loader = DataLoader(dataset, None, num_workers=2, collate_fn=as_is)
-        assert list(loader) == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)]
-
-
-@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [2, 2, 2, 1, 1]), (True, [2, 2, 2])])
-def test_drop_last_counts_for_each_worker_of_an_iterable_dataset(drop_last, sizes):
-    dataset = Stream(lambda worker: range(3 + 2 * worker))
-    loader = DataLoader(dataset, 2, num_workers=2, drop_last=drop_last)
-    assert sorted((len(batch) for batch in loader), reverse=True) == sizes
-
-
-def test_in_order_the_head_is_waited_for_whatever_else_is_ready(tmp_path):
-    gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
-
-    def get(index):
-        if index == 0:
-            gate.wait()
-        else:
-            mail.send(index)
-        return index
-
-    iterator = iter(load(get, 8, num_workers=2))
-    assert mail.receive(2) == ["1", "3"]  # all that the other worker may build meanwhile
-    gate.open()
-    assert list(iterator) == list(range(8))
-    mail.close()
-
-
-@pytest.mark.parametrize("workers", ["ray", "fork"])
-def test_workers_begin_before_the_first_batch_is_asked_for(tmp_path, workers):
-    mail = Mail(tmp_path / "mail")
-    iterator = iter(load(lambda index: mail.send(index), 2, num_workers=1, prefetch_factor=2, workers=workers))
-    assert mail.receive(2) == ["0", "1"]
-    assert list(iterator) == [None, None]
-    mail.close()
-
-
-def test_without_order_the_next_task_goes_to_whoever_has_room(tmp_path):
-    gate = Gate(tmp_path / "gate")
-
-    def get(index):
-        if index == 0:
-            gate.wait()
-        return index, get_worker_info().id
-
-    iterator = iter(load(get, 8, num_workers=2, prefetch_factor=1, in_order=False))
-    assert [next(iterator) for _ in range(7)] == [(index, 1) for index in range(1, 8)]
-    gate.open()
-    assert list(iterator) == [(0, 0)]
-
-
-class Own(Sampler):
-    """Yields what is no integer."""
-
-    def __iter__(self):
-        yield from ({"key": k} for k in "abc")
-
-
-def test_the_users_sampler_may_yield_anything_and_batches_of_it():
-    dataset = Calls(lambda index: index["key"])
-    assert list(DataLoader(dataset, None, sampler=Own(), num_workers=2)) == ["a", "b", "c"]
-    batches = DataLoader(dataset, num_workers=2, batch_sampler=BatchSampler(Own(), 2, False), collate_fn="".join)
-    assert list(batches) == ["ab", "c"]
-
-
-def test_a_subset_of_a_dataset_is_loaded_in_its_order():
-    loader = DataLoader(Subset(Calls(as_is, 10), [7, 3, 5]), 2, num_workers=2)
-    assert [batch.tolist() for batch in loader] == [[7, 3], [5]]
-
-
-def test_shuffling_is_torchs():
-    def order(num_workers):
-        loader = DataLoader(range(20), 3, True, num_workers=num_workers, generator=torch.Generator().manual_seed(2))
-        return [batch.tolist() for _ in range(2) for batch in loader]
-
-    assert order(2) == order(0)
-    assert sorted(index for batch in order(2)[:7] for index in batch) == list(range(20))
-
-
-def test_an_empty_dataset_gives_nothing():
-    assert list(DataLoader([], num_workers=2)) == []
-    assert list(DataLoader(Stream(lambda worker: []), num_workers=2)) == []
-
-
 # ---- iterators
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_break_and_again(persistent):
-    loader = DataLoader(range(10), 2, num_workers=2, persistent_workers=persistent)
-    for taken in (1, 3):
-        for number, batch in enumerate(loader, 1):
-            assert batch.tolist() == [2 * number - 2, 2 * number - 1]
-            if number == taken:
-                break
-    assert [batch.tolist() for batch in loader] == [[k, k + 1] for k in range(0, 10, 2)]
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_iterator_at_its_end_stays_there(persistent):
-    iterator = iter(DataLoader(range(2), num_workers=1, persistent_workers=persistent))
-    assert len(list(iterator)) == 2
-    for _ in range(2):
-        assert next(iterator, "the end") == "the end"
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_iterator_outlives_its_loader(persistent):
-    loader = DataLoader(range(6), num_workers=2, persistent_workers=persistent)
-    iterator = iter(loader)
-    next(iterator)
-    del loader
-    assert [batch.item() for batch in iterator] == [1, 2, 3, 4, 5]
-
-
-def test_three_iterators_interleaved():
-    loader = DataLoader(range(4), num_workers=1)
-    assert [[value.item() for value in row] for row in zip(loader, loader, loader, strict=True)] == [
-        [k, k, k] for k in range(4)
-    ]
 
 
 @pytest.mark.parametrize("workers", ["ray", "fork"])
@@ -262,15 +127,6 @@ def test_loaders_run_side_by_side_in_threads():
     assert results == {name: [index * name for _ in range(3) for index in range(20)] for name in (1, 2, 3)}
 
 
-def test_an_iterator_may_go_on_in_another_thread_and_end_there():
-    iterator = iter(DataLoader(range(6), num_workers=2))
-    found = [next(iterator).item()]
-    thread = threading.Thread(target=lambda: found.extend(batch.item() for batch in iterator))
-    thread.start()
-    thread.join()
-    assert found == list(range(6))
-
-
 def test_a_loader_inside_a_worker_of_another():
     def get(index):
         rayloader.actors.pool.GRACE_S = 0.0  # of this process, whose actors need not outlive the test
@@ -280,12 +136,6 @@ def test_a_loader_inside_a_worker_of_another():
 
     expected = [[0, 1], [2, 3]] * 2
     assert list(load(get, num_workers=1)) == [(0, expected, 0), (1, expected, 0)]
-
-
-def test_a_stock_loader_without_workers_inside_a_worker():
-    assert in_each_worker(lambda index: [batch.tolist() for batch in torch.utils.data.DataLoader(range(2))], 1) == [
-        [[0], [1]]
-    ]
 
 
 @pytest.mark.full

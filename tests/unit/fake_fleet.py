@@ -8,7 +8,6 @@ its digest, as real workers do. Messages reach a process once the fleet is flush
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import threading
 import zlib
@@ -319,6 +318,7 @@ class FakeFleet:
             more than once, that they have ended. Others run before they are told anything.
         rebuilt: worker and task of every batch that was built again.
         new_runs: whether processes that replace others run at once.
+        stillborn: how many of the next ones cannot start.
         hopeless: the error of processes that wait for a place in vain.
         killed: processes.
         ended: why the fleet cannot be used any more.
@@ -347,14 +347,13 @@ class FakeFleet:
         self.snapshot_every = 3
         self.rebuilt: list[tuple[int, int]] = []
         self.new_runs = True
+        self.stillborn = 0
         self.hopeless: Exception | None = None
         self.killed: list[Process] = []
         self.ended: str = ""
         self.uses_store = self.copies = False
-        self.most_unanswered = math.inf
         self.leased_bytes = 0
-        self.rung = self.read_count = self.flushes = 0
-        self.waits: list[float] = []
+        self.rung = self.read_count = 0
         self._idle = 0
         self._changed = threading.Condition()
         self.hosts = [Process(self) for _ in range(num_workers)]
@@ -387,14 +386,12 @@ class FakeFleet:
             raise RaySessionError(self.ended)
 
     def flush(self) -> None:
-        self.flushes += 1
         for process in self.hosts:
             process.flush()
 
     def wait(self, timeout: float) -> bool:
         self.check_session()
         assert not [process for process in self.hosts if process.queue], "tasks were held back while somebody waits"
-        self.waits.append(timeout)
         able = [process for process in self.hosts if process.can_work]
         if not self.mail and self.works and able:
             (self.random.choice(able) if self.random is not None else able[0]).work()
@@ -469,7 +466,9 @@ class FakeFleet:
     def replace(self, worker: Worker) -> bool:
         if not worker.host.lost:
             return False
-        worker.continues_on(Process(self, runs=self.new_runs))  # type: ignore[arg-type]
+        process = Process(self, runs=self.new_runs)
+        process.cannot_start, self.stillborn = self.stillborn > 0, max(0, self.stillborn - 1)
+        worker.continues_on(process)  # type: ignore[arg-type]
         self.hosts = [self.process(worker.worker_id) for worker in self.workers]
         return True
 
