@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from interrupts import interrupted_at, no_hang
-from rayloader import DataLoader, RaySessionError, ShareError, StateError, share, shared
-from rayloader.errors import own_notes
+from rayloader import DataLoader, ShareError, StateError, share, shared
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -222,12 +221,6 @@ def test_a_name_is_of_one_share_which_ends_when_it_is_closed():
     shared_loader.close()
 
 
-def test_what_cannot_travel_is_named(tmp_path):
-    with open(tmp_path / "log", "w") as file, pytest.raises(TypeError) as caught:
-        share(DataLoader([file]), consumers=1)
-    assert "It cannot be sent to the producer: loader" in own_notes(caught.value)[-1]
-
-
 def test_an_interrupted_next_loses_nothing_and_hangs_nowhere():
     with share(DataLoader(Noisy(40), batch_size=None), consumers=1) as shared_loader:
         consumer = shared_loader.consumer(0)
@@ -298,17 +291,3 @@ def test_another_program_joins_by_name_and_where_it_is_killed_a_new_consumer_goe
         found = list(shared_loader.consumer(0))
         assert found == list(range(9))[-len(found) :]  # what it took in its last 20 ms may come again
         assert len(found) >= 6
-
-
-def test_a_forked_child_cannot_read():
-    with share(DataLoader(range(9), batch_size=None), consumers=1) as shared_loader:
-        batches = iter(shared_loader.consumer(0))
-        if not (child := os.fork()):
-            try:
-                next(batches)
-            except RaySessionError:
-                os._exit(7)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert list(batches) == list(range(9))

@@ -175,16 +175,6 @@ def test_a_loader_of_an_actor_that_is_killed_in_mid_epoch_ends_with_it(case):
 
 
 @pytest.mark.full
-def test_two_ranks_at_once():
-    """Each in a task of its own."""
-    shared = {"ray_remote_args": {"num_cpus": 0.25}}
-    ranks = "rank 0", "rank 1"
-    for rank, found in zip(ranks, get([train.remote(made(rank, **shared)) for rank in ranks]), strict=True):
-        check_batches(found, rank)
-    wait_for_free(3)
-
-
-@pytest.mark.full
 def test_workers_are_not_captured_by_a_placement_group():
     """A bundle of one CPU, taken by the task itself: captured workers would wait for ever."""
     group = ray.util.placement_group([{"CPU": 1}])

@@ -186,20 +186,18 @@ def test_what_was_copied_is_let_go_of_in_the_store(engine):
     assert engine.take().eq(3).all()
 
 
-def test_small_batches_wait_for_no_thread(engine):
-    engine.start().wait_until_idle()
-    with engine.lock:
-        engine.schedule.deliverable.append(Task(0, None, result=result(1, SMALL_BYTES)))
-    assert engine.first().eq(1).all()
-
-
-def test_the_user_waits_for_a_copy_that_is_under_way_and_may_take_its_batch_back(engine):
+def test_small_batches_wait_for_no_thread_and_large_ones_for_their_copy(engine):
+    """A batch may be taken back meanwhile."""
     engine.hold_up().start(result(1), result(2))
     assert engine.copying.wait(LIMIT_S)
     assert engine.first() is None
     engine.take_back()
     engine.go_on.set()
     assert engine.take().eq(2).all()
+    engine.wait_until_idle()
+    with engine.lock:
+        engine.schedule.deliverable.append(Task(0, None, result=result(3, SMALL_BYTES)))
+    assert engine.first().eq(3).all()
 
 
 def test_closing_in_the_midst_of_a_copy_ends_the_thread(engine):

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -199,33 +198,6 @@ def test_a_ray_that_init_was_asked_for_is_used_until_the_shutdown(no_ray, monkey
     assert ray_use.is_used()
     rayloader.shutdown()
     assert not ray_use.is_used()
-
-
-def test_a_process_that_was_forked_while_ray_starts_cannot_use_it(no_ray, monkeypatch):
-    starts, forked = threading.Event(), threading.Event()
-
-    def begin(**_):
-        starts.set()
-        assert forked.wait(HANG_LIMIT)
-        raise Exception("enough")
-
-    monkeypatch.setattr(ray, "init", begin)
-    with ThreadPoolExecutor(1) as thread:
-        outcome = thread.submit(session.ensure)
-        assert starts.wait(HANG_LIMIT)
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                session.ensure()
-            except RaySessionError as error:
-                status = 0 if "forked from one that uses it" in str(error) else 2
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        forked.set()
-        with pytest.raises(RaySessionError, match="enough"):
-            outcome.result(HANG_LIMIT)
-    assert status == 0
 
 
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("0", False), ("1", True), ("true", True), ("False", False)])
