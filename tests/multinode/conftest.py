@@ -13,10 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -35,18 +33,9 @@ HERE = Path(__file__).parent
 SCRIPT_LIMIT = 120.0  # seconds; on expiry subprocess.run kills the script and raises
 
 
-@dataclass
-class Nodes:
-    """The running cluster."""
-
-    cluster: Any
-    address: str
-    here: str  # node ids
-    away: str
-
-
 @pytest.fixture(scope="session")
 def nodes():
+    """The running cluster, its address, and the ids of its nodes."""
     with pytest.MonkeyPatch.context() as patch:
         # Ray notes the "current cluster" under its temporary directory, where any other `ray.init()` would find it.
         folder = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: Ray puts sockets below it
@@ -71,7 +60,8 @@ def nodes():
         patch.setattr(rayloader.actors.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
         patch.setattr(rayloader.actors.pool, "LATE_NOTICE_S", math.inf)
         patch.setattr(rayloader.actors.pool, "GRACE_S", math.inf)  # nor which epochs find their workers warm
-        yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
+        here = cluster.head_node.node_id
+        yield SimpleNamespace(cluster=cluster, address=cluster.address, here=here, away=away.node_id)
         rayloader.shutdown()
         ray.shutdown()
         cluster.shutdown()
@@ -80,10 +70,7 @@ def nodes():
 
 @pytest.fixture(scope="session")
 def warm(nodes, keepers):
-    """Keeps two actors of the options `AWAY` warm, and two of `ON_EACH`.
-
-    They hold no CPU, and neither have those who count what is free in the cluster anything to do with the rest.
-    """
+    """Keeps two actors of the options `AWAY` warm, and two of `ON_EACH`, which hold no CPU."""
     loaders = [DataLoader(range(2), num_workers=2, ray_remote_args=options) for options in (AWAY, ON_EACH)]
     for loader in loaders:
         list(loader)

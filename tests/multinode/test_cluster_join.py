@@ -14,13 +14,6 @@ pytestmark = pytest.mark.multinode
 full = pytest.mark.full
 
 
-def check_left(*programs):
-    """Nothing of these programs is left in the cluster: neither processes nor actors that live for Ray."""
-    for program in programs:
-        wait_for_exit(program["pids"])
-        wait_until(lambda job=program["job"]: not living_actors(job), "the program's actors are dead")
-
-
 def living_actors(job):
     """From the table behind the public way, which needs the dashboard."""
     actors = ray._private.state.actors().values()
@@ -32,8 +25,6 @@ def living_actors(job):
     [
         ("calls_init", 0),
         pytest.param("never_calls_init", 0, marks=full),
-        pytest.param("ends_in_mid_epoch", 0, marks=full),
-        pytest.param("fails_in_mid_epoch", 1, marks=full),
         pytest.param("is_killed_in_mid_epoch", -signal.SIGKILL, marks=full),
     ],
 )
@@ -42,8 +33,8 @@ def test_a_program_with_ray_address_joins_the_cluster_and_leaves_nothing_there(n
     assert result.address == nodes.address
     assert len(result.pids) == 2
     assert set(result.nodes) <= {nodes.here, nodes.away}
-    assert ("LookupError: a bug in the training loop" in result.stderr) is (name == "fails_in_mid_epoch")
-    check_left(vars(result))
+    wait_for_exit(result.pids)
+    wait_until(lambda: not living_actors(result.job), "the program's actors are dead")
 
 
 @full
@@ -52,17 +43,6 @@ def test_a_program_without_ray_address_starts_its_own(nodes, run_script):
     result = run_script("starts_its_own", RAY_ADDRESS="")
     assert result.address != nodes.address
     wait_for_exit(result.pids)
-
-
-@full
-def test_a_program_that_shuts_down_and_goes_on(nodes, run_script):
-    result = run_script("shuts_down_and_goes_on", RAY_ADDRESS=nodes.address)
-    first, second = result.earlier
-    assert {program["address"] for program in (first, second, vars(result))} == {nodes.address}
-    assert not set(first["pids"]) & set(second["pids"])
-    assert first["job"] == second["job"] != result.job
-    assert result.message.startswith("RaySessionError: the workers, or their Ray, were shut down")
-    check_left(first, second, vars(result))
 
 
 def test_nothing_that_a_program_waits_for_asks_the_gcs(run_script):

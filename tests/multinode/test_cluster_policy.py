@@ -70,12 +70,6 @@ def test_a_drivers_node_without_a_cpu_takes_workers_from_the_others(add_node):
     assert (found[bare], found.total()) == (0, 2)
 
 
-@full
-def test_nodes_of_other_sizes_have_as_many_workers_as_they_have_room_for(add_node):
-    small, large = (add_node(pair=size).node_id for size in (1, 3))
-    assert where(4, ray_remote_args={"num_cpus": 0, "resources": {"pair": 1}}) == {small: 1, large: 3}
-
-
 def test_workers_within_a_placement_group(short_limit, nodes):
     """As the trainer's own: they take its CPUs, no other ones, and no more than it has."""
     group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
@@ -126,10 +120,7 @@ def test_workers_without_a_place_are_an_error_that_explains(count, remote_args, 
 @pytest.mark.parametrize(
     ("remote_args", "message"),
     [
-        ({"num_cpus": -1}, "num_cpus"),
-        ({"resources": {"CPU": 1}}, "num_cpus"),
         ({"num_cups": 1}, "num_cups"),
-        ({"scheduling_strategy": "here"}, "scheduling_strategy"),
         ({"label_selector": "here"}, "label_selector"),
         ({"runtime_env": {"env_vars": {"A": 1}}}, "env_vars"),
     ],

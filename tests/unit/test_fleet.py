@@ -175,16 +175,17 @@ def stored(monkeypatch):
 
 
 def test_those_that_have_come_begin_and_the_others_are_awaited(stored):
-    world = World("here", None, "here").with_image()
+    """However late they come, the image goes into the store once, and does not stay there when all have begun."""
+    world = World("a", None, "a").with_image()
     first, missing, third = world.hosts()
     third.lost = True
     assert world.revive() == [0]
     assert world.fleet.awaited == [missing]
-    assert not first.started[0].content
     assert world.revive() == []
-    missing.comes("here")
+    missing.comes("b")
     assert world.revive() == [1]
-    assert (world.fleet.awaited, stored) == ([], [])
+    assert [process.started[0].content for process in (first, missing)] == [["object 1"]] * 2
+    assert (world.fleet.awaited, len(stored), world.actors._contents) == ([], 1, [])
 
 
 def test_one_process_of_each_other_node_has_the_image_for_all_there(stored):
@@ -204,17 +205,6 @@ def test_one_process_of_each_other_node_has_the_image_for_all_there(stored):
     world.with_image("another").revive()
     assert len(stored) == 2
     assert first.hosted[0] == "another"
-
-
-def test_an_image_goes_into_the_store_once_however_late_the_other_nodes_come(stored):
-    """And does not stay there when all have begun."""
-    world = World("a", None).with_image()
-    late = world.hosts()[1]
-    assert world.revive() == [0]
-    late.comes("b")
-    assert world.revive() == [1]
-    assert [process.started[0].content for process in world.hosts()] == [["object 1"]] * 2
-    assert (len(stored), world.actors._contents) == (1, [])
 
 
 def test_where_a_line_is_refused_the_worker_begins_again_and_it_is_told_once_for_a_machine(caplog):

@@ -198,21 +198,3 @@ def test_small_batches_wait_for_no_thread_and_large_ones_for_their_copy(engine):
     with engine.lock:
         engine.schedule.deliverable.append(Task(0, None, result=result(3, SMALL_BYTES)))
     assert engine.first().eq(3).all()
-
-
-def test_closing_in_the_midst_of_a_copy_ends_the_thread(engine):
-    engine.hold_up().start(result(1))
-    assert engine.copying.wait(LIMIT_S)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    engine.go_on.set()
-    closing.join(LIMIT_S)
-    assert not closing.is_alive()
-
-
-def test_what_ends_the_thread_is_raised_to_the_user_each_time(engine, monkeypatch):
-    monkeypatch.setattr(engine.copies, "copy", lambda buffer: 1 // 0)
-    engine.start(result(1))
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            engine.take()

@@ -1,6 +1,5 @@
 """Who builds: whether a program uses Ray, and what a loader's own arguments ask for. Without Ray."""
 
-import multiprocessing
 import os
 import sys
 from types import SimpleNamespace
@@ -122,31 +121,23 @@ def test_a_replica_that_ray_cannot_send_is_given_to_forks(built_by, monkeypatch)
     assert built_by(DataLoader(range(4), num_workers=1)) == "forks"
 
 
-def test_the_default_start_method_of_a_python_is_no_choice_of_the_program():
-    """From Python 3.14 on it is "forkserver"."""
-    program = """
-import multiprocessing, sys
-from multiprocessing.context import _concrete_contexts, _default_context
-_default_context._default_context = _concrete_contexts["forkserver"]
-multiprocessing.get_all_start_methods = lambda: ["forkserver", "fork", "spawn"]
-_default_context.get_all_start_methods = multiprocessing.get_all_start_methods
-from rayloader import DataLoader
-lock = multiprocessing.Lock()  # now it is as if it had been chosen
-assert multiprocessing.get_start_method(allow_none=True) == "forkserver"
-for workers in "fork", "auto":
-    assert list(DataLoader(range(4), 2, num_workers=1, collate_fn=list, workers=workers)) == [[0, 1], [2, 3]]
-assert "ray" not in sys.modules
-"""
-    done = programs.run(program)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("method", "count"), [("spawn", 1), ("forkserver", 1), ("fork", 0)])
-def test_a_start_method_of_the_program_gives_forks_and_one_warning(method, count):
+@pytest.mark.parametrize(
+    ("default", "chosen", "count"),
+    [("fork", "spawn", 1), ("fork", "forkserver", 1), ("fork", "fork", 0), ("forkserver", None, 0)],
+)
+def test_a_start_method_that_the_program_chooses_gives_forks_and_one_warning(default, chosen, count):
+    """The default of a Python, which is "forkserver" from 3.14 on, is no choice of the program."""
     program = f"""
-import multiprocessing, os, sys, warnings
+import multiprocessing, sys, warnings
+from multiprocessing.context import _concrete_contexts, _default_context
+_default_context._default_context = _concrete_contexts[{default!r}]
+methods = sorted(_concrete_contexts, key={default!r}.__ne__)
+multiprocessing.get_all_start_methods = _default_context.get_all_start_methods = lambda: methods
 from rayloader import DataLoader
-multiprocessing.set_start_method({method!r})
+if {chosen!r} is not None:
+    multiprocessing.set_start_method({chosen!r})
+lock = multiprocessing.Lock()  # now it is as if it had been chosen
+assert multiprocessing.get_start_method(allow_none=True) == {chosen or default!r}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     list(DataLoader(range(4), num_workers=1, workers="fork"))
@@ -157,6 +148,5 @@ assert "ray" not in sys.modules
 print([(str(one.message)[:36], one.filename) for one in caught])
 """
     done = programs.run(program)
-    is_default = method == multiprocessing.get_all_start_methods()[0]  # which is no choice
-    expected = [] if is_default else [("multiprocessing.set_start_method('" + method[:2], "<string>")] * count
+    expected = [(f"multiprocessing.set_start_method('{chosen}"[:36], "<string>")] * count
     assert (done.stdout, done.returncode) == (f"{expected}\n", 0), done.stderr

@@ -1,7 +1,7 @@
 """What `share` and `shared` refuse: no Ray."""
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import ChainDataset
 
 from rayloader import DataLoader, share, shared
 
@@ -27,4 +27,4 @@ def test_a_stream_of_a_rank_that_nobody_knows_is_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
     with pytest.raises(ValueError, match="needs num_replicas and rank"):
-        share(DataLoader(IterableDataset()), consumers=1)
+        share(DataLoader(ChainDataset([])), consumers=1)
