@@ -137,8 +137,8 @@ def test_a_consumer_that_has_ended_is_not_waited_for(way):
 
 
 class Unpicklable(Exception):
-    def __init__(self):
-        super().__init__("refuses to travel")
+    def __init__(self, text):
+        super().__init__(text)
         self.held = lambda: None
 
 
@@ -151,7 +151,7 @@ class Raising(Noisy):
 
     def __getitem__(self, index):
         if index == 1:
-            raise self.error()
+            raise self.error("no sample 1")
         return index
 
 
@@ -160,7 +160,7 @@ def test_an_error_of_the_dataset_comes_to_each_in_its_turn(error, kind):
     with two(DataLoader(Raising(error), batch_size=1)) as consumers:
         for batches in [iter(consumer) for consumer in consumers]:
             assert next(batches).item() == 0
-            with pytest.raises(kind, match="KeyError" if kind is KeyError else "refuses to travel"):
+            with pytest.raises(kind, match="no sample 1"):
                 next(batches)
             assert next(batches).item() == 2
 

@@ -16,24 +16,24 @@ from rayloader.transport.lanes import SMALL_BYTES
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
-PLACES = {  # options that name them, and whether the driver's node is one
-    "another node": (lambda nodes: AWAY, False),
-    "both nodes": (lambda nodes: ON_EACH, True),
-    "a label": (lambda nodes: {"label_selector": {"place": "away"}}, False),
-    "a node's label": (lambda nodes: {"label_selector": {"ray.io/node-id": nodes.away}, "num_cpus": 0.5}, False),
-    "a node": (lambda nodes: {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}, False),
-}
-SAMPLED = [("samples", "another node"), ("stream", "both nodes")]
-MORE = [(case, "another node") for case in ("big", "persistent")] + [("samples", place) for place in [*PLACES][2:]]
 
-
-@pytest.mark.parametrize(("case", "place"), [*SAMPLED, *(pytest.param(*row, marks=pytest.mark.full) for row in MORE)])
-def test_batches_of_other_nodes_are_those_of_forks(case, place, nodes):
-    options, is_here = PLACES[place]
-    loader = made(case, ray_remote_args=options(nodes))
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("samples", AWAY),
+        ("stream", ON_EACH),
+        pytest.param("big", AWAY, marks=pytest.mark.full),
+        pytest.param("persistent", {"label_selector": {"place": "away"}}, marks=pytest.mark.full),
+        pytest.param("samples", "a node", marks=pytest.mark.full),
+    ],
+)
+def test_batches_of_other_nodes_are_those_of_forks(case, options, nodes):
+    if options == "a node":
+        options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}
+    loader = made(case, ray_remote_args=options)
     found = epochs(loader)
     workers = loader.stats().total.workers
-    assert {worker.node for worker in workers} == ({nodes.here, nodes.away} if is_here else {nodes.away})
+    assert {worker.node for worker in workers} == {nodes.away} | ({nodes.here} if options is ON_EACH else set())
     assert {worker.lane for worker in workers if worker.node == nodes.away} == {"TCP line"}
     check_batches(found, case)
 

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-import torch
 
 from multinode_data import calls, origin
-from multinode_waiting import get, remove_nodes, wait_for_exit, wait_until
+from multinode_waiting import get, remove_nodes, wait_for_exit
 from rayloader import WorkerDiedError
 
 pytestmark = pytest.mark.multinode
@@ -97,23 +96,6 @@ def test_the_work_of_a_node_that_goes_is_done_on_another(graceful, persistent, d
     assert list(loader) == [0, 1, 2, 3]
     # The one batch that was delivered before is built again and compared.
     assert [(index, node_id) for index, node_id, _ in origins.read()[1:]] == [(i, nodes.away) for i in [0, 1, 2, 3] * 2]
-
-
-@full
-def test_large_results_of_a_node_that_is_killed_come_once_and_in_their_turn(doomed, tmp_path):
-    """Some have come, some have not, and some were not copied yet."""
-    origins = Origins(tmp_path / "origins")
-
-    def sample(index):
-        origins.note(index)
-        return torch.full((1 << 18,), index)
-
-    iterator = iter(calls(sample, 60, prefetch_factor=20, ray_remote_args=THERE))
-    kept = [next(iterator)]
-    wait_until(lambda: len(origins.read()) > 10, "the worker has built some more")
-    doomed.remove(graceful=False)
-    kept += iterator
-    assert [batch.unique().tolist() for batch in kept] == [[index] for index in range(60)]
 
 
 @full
