@@ -40,6 +40,12 @@ def free_port() -> int:
         return int(any_port.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    """Whether somebody does, on this machine."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def configuration(gcs_port: int, types: dict[str, Any], provider: dict[str, Any], **more: Any) -> dict[str, Any]:
     """What `--autoscaling-config` names: for these types of nodes, of which `HEAD` is one."""
     lists = "initialization_commands setup_commands head_setup_commands worker_setup_commands cluster_synced_files"

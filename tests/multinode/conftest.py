@@ -13,21 +13,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
-import torch
 from ray.cluster_utils import Cluster
 
 import rayloader.actors.actors
+import rayloader.actors.placement
 import rayloader.actors.pool
 from inside import end_idle_actors_but
 from multinode_data import AWAY, ON_EACH
-from multinode_waiting import remove_nodes, wait_until
+from multinode_waiting import free, remove_nodes, wait_until
 from rayloader import DataLoader
 from rayloader.actors.pool import _key
 
@@ -35,18 +33,9 @@ HERE = Path(__file__).parent
 SCRIPT_LIMIT = 120.0  # seconds; on expiry subprocess.run kills the script and raises
 
 
-@dataclass
-class Nodes:
-    """The running cluster."""
-
-    cluster: Any
-    address: str
-    here: str  # node ids
-    away: str
-
-
 @pytest.fixture(scope="session")
 def nodes():
+    """The running cluster, its address, and the ids of its nodes."""
     with pytest.MonkeyPatch.context() as patch:
         # Ray notes the "current cluster" under its temporary directory, where any other `ray.init()` would find it.
         folder = tempfile.mkdtemp(prefix="rl", dir="/tmp")  # short: Ray puts sockets below it
@@ -71,7 +60,8 @@ def nodes():
         patch.setattr(rayloader.actors.actors, "NOTICE_S", math.inf)  # the log is not to depend on the machine
         patch.setattr(rayloader.actors.pool, "LATE_NOTICE_S", math.inf)
         patch.setattr(rayloader.actors.pool, "GRACE_S", math.inf)  # nor which epochs find their workers warm
-        yield Nodes(cluster, cluster.address, cluster.head_node.node_id, away.node_id)
+        here = cluster.head_node.node_id
+        yield SimpleNamespace(cluster=cluster, address=cluster.address, here=here, away=away.node_id)
         rayloader.shutdown()
         ray.shutdown()
         cluster.shutdown()
@@ -79,19 +69,8 @@ def nodes():
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory):
-    """Torch's own batches of every case, made in a process without Ray."""
-    path = tmp_path_factory.mktemp("reference") / "batches.pt"
-    subprocess.run([sys.executable, HERE / "multinode_reference.py", path], check=True, timeout=SCRIPT_LIMIT)
-    return torch.load(path, weights_only=False)
-
-
-@pytest.fixture(scope="session")
 def warm(nodes, keepers):
-    """Keeps two actors of the options `AWAY` warm, and two of `ON_EACH`.
-
-    The modules that use it come after those that count what is free in the cluster.
-    """
+    """Keeps two actors of the options `AWAY` warm, and two of `ON_EACH`, which hold no CPU."""
     loaders = [DataLoader(range(2), num_workers=2, ray_remote_args=options) for options in (AWAY, ON_EACH)]
     for loader in loaders:
         list(loader)
@@ -104,13 +83,12 @@ def warm(nodes, keepers):
 
 @pytest.fixture
 def add_node(nodes):
-    """Adds a node with some resources, and gives its id; they leave when the test ends."""
+    """Adds a node with some resources, and gives it; they leave when the test ends, if they have not yet."""
     added = []
 
-    def add(*, num_cpus=1, store=None, **resources):
-        options = {} if store is None else {"object_store_memory": store}
-        added.append(nodes.cluster.add_node(num_cpus=num_cpus, resources=resources, **options))
-        return added[-1].node_id
+    def add(*, num_cpus=1, **resources):
+        added.append(nodes.cluster.add_node(num_cpus=num_cpus, resources=resources))
+        return added[-1]
 
     yield add
     gc.collect()  # workers of loaders that an iterator refers to
@@ -147,6 +125,12 @@ def pytest_runtest_makereport(item):
 
 
 @pytest.fixture
+def short_limit(monkeypatch):
+    """For workers that have no place; those that have one may take their time."""
+    monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 1.0)
+
+
+@pytest.fixture
 def grace_ends(keepers):
     """To be called when idle workers have been kept for long enough; a fixture's stay."""
     return lambda: end_idle_actors_but({_key(loader.ray_remote_args or {}) for loader in keepers})
@@ -155,10 +139,10 @@ def grace_ends(keepers):
 @pytest.fixture(autouse=True)
 def all_cpus_free(nodes, nothing_left, grace_ends, request):
     """Every test begins with all CPUs free but those of warm actors that a fixture keeps."""
-    free = ray.available_resources().get("CPU", 0)
+    before = free()
     yield
     if request.node.stash.get(FAILED, False):
         rayloader.shutdown()  # its traceback keeps loaders alive: the next test shall not suffer for it
     gc.collect()
     grace_ends()
-    wait_until(lambda: ray.available_resources().get("CPU", 0) >= free, "the test's actors have given up their CPUs")
+    wait_until(lambda: free() >= before, "the test's actors have given up their CPUs")

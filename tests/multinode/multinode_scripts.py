@@ -11,21 +11,21 @@ import threading
 import time
 from pathlib import Path
 
-from multinode_data import Calls, as_is, origin
+import ray
+
+from multinode_data import calls, origin
 from multinode_waiting import wait_until
-from rayloader import DataLoader, shutdown
+from rayloader import shutdown
 
 GCS_LIMIT = 45  # seconds for which Ray's GCS is away; if the loader waits for it, it goes on then, and the test fails
 
 
-def load(num_workers=1, length=6, **options):
-    return DataLoader(Calls(lambda _: origin(), length), None, num_workers=num_workers, collate_fn=as_is, **options)
+def load(num_workers=2, length=6, **options):
+    return calls(origin, length, num_workers, **options)
 
 
 def facts(seen):
     """Where this process is connected, and who worked for it."""
-    import ray
-
     context = ray.get_runtime_context()
     return {
         "address": context.gcs_address,
@@ -36,68 +36,26 @@ def facts(seen):
 
 
 def never_calls_init():
-    assert "ray" not in sys.modules
-    heard = []
-    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-    loader = load(2)
-    seen = [*loader, *loader]
-    signal.raise_signal(signal.SIGTERM)
-    return {**facts(seen), "heard": heard}
+    return facts(list(load()))
+
+
+def calls_init():
+    ray.init(address=os.environ["RAY_ADDRESS"], namespace="training")
+    return never_calls_init()
 
 
 def starts_its_own():
     return facts(list(load(workers="ray")))
 
 
-def ends_in_mid_epoch():
-    iterator = iter(load(2, length=100))
-    return facts([next(iterator) for _ in range(3)])
-
-
-def fails_in_mid_epoch():
-    iterator = iter(load(2, length=100))
-    print(json.dumps(facts([next(iterator) for _ in range(3)])), flush=True)
-    raise LookupError("a bug in the training loop")
-
-
 def is_killed_in_mid_epoch():
-    iterator = iter(load(2, length=100))
-    print(json.dumps(facts([next(iterator) for _ in range(3)])), flush=True)
+    iterator = iter(load(length=100))
+    print(json.dumps(facts([next(iterator) for _ in range(4)])), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def calls_init(address):
-    import ray
-
-    ray.init(address=address, namespace="training")
-    return facts(list(load()))
-
-
-def shuts_down_and_goes_on():
-    """Ray was joined, not started: `rayloader.shutdown()` leaves it. After `ray.shutdown()` it is joined anew."""
-    import ray
-
-    loader = load()
-    first = facts(list(loader))
-    shutdown()
-    assert ray.is_initialized()
-    second = facts(list(loader))
-    iterator = iter(loader)
-    next(iterator)
-    ray.shutdown()
-    try:
-        next(iterator)
-    except RuntimeError as error:
-        message = f"{type(error).__name__}: {error}"
-    assert not ray.is_initialized(), "a live iterator started Ray again"
-    third = facts(list(loader))
-    return {**third, "earlier": [first, second], "message": message}
 
 
 def waits_for_nodes(address, folder, num_workers):
     """The nodes come when this program's clock says that they have taken 90 s, and go a minute after its epoch."""
-    import ray
-
     from rayloader.actors.placement import Placement
     from rayloader.actors.pool import GRACE_S
 
@@ -129,7 +87,6 @@ def waits_for_nodes(address, folder, num_workers):
 def works_without_the_gcs():
     """Ray's GCS is stopped while epochs end, are broken off and begin, on this node and on another one."""
     import psutil
-    import ray
     from ray.cluster_utils import Cluster
 
     import rayloader.actors.placement
@@ -162,13 +119,6 @@ def works_without_the_gcs():
     ray.shutdown()
     cluster.shutdown()
     return {**seen, "number": len(taken), "same": {*map(tuple, taken)} <= {*map(tuple, taken[:2])}, "without": without}
-
-
-def is_a_client():
-    try:
-        list(load())
-    except Exception as error:  # the test looks at what it is
-        return {"error": type(error).__name__, "message": str(error)}
 
 
 if __name__ == "__main__":

@@ -1,92 +1,192 @@
-"""What comes from another node: copied ahead into memory that is used again, and never more of it than was agreed."""
+"""Batches are what forks of one machine give, wherever the workers are, and wherever the loader is."""
 
-import gc
-import threading
+import dataclasses
 
 import pytest
+import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from multinode_data import AWAY, Calls, as_is
-from multinode_waiting import wait_until
-from rayloader import DataLoader
+from multinode_data import AWAY, ON_EACH, calls, check_batches, epochs, made, origin
+from multinode_waiting import get, wait_for_free
+from rayloader.actors import session
+from rayloader.actors.pool import get_pool
+from rayloader.actors.tcp_line import TcpDriverLine
 from rayloader.transport.lanes import SMALL_BYTES
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
-MB = 1 << 20
-LENGTH = 60
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("samples", AWAY),
+        ("stream", ON_EACH),
+        pytest.param("big", AWAY, marks=pytest.mark.full),
+        pytest.param("persistent", {"label_selector": {"place": "away"}}, marks=pytest.mark.full),
+        pytest.param("samples", "a node", marks=pytest.mark.full),
+    ],
+)
+def test_batches_of_other_nodes_are_those_of_forks(case, options, nodes):
+    if options == "a node":
+        options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(nodes.away, soft=False)}
+    loader = made(case, ray_remote_args=options)
+    found = epochs(loader)
+    workers = loader.stats().total.workers
+    assert {worker.node for worker in workers} == {nodes.away} | ({nodes.here} if options is ON_EACH else set())
+    assert {worker.lane for worker in workers if worker.node == nodes.away} == {"TCP line"}
+    check_batches(found, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("why", ["firewall", "TLS", "arenas=False"])
+def test_where_tcp_is_not_possible_or_not_wanted_batches_come_by_ray_calls(why, monkeypatch, caplog):
+    """It is said once, though there are two workers and two loaders, where it is not what the user has asked for."""
+
+    def elsewhere(line, *arguments, init=TcpDriverLine.__init__):
+        init(line, *arguments)
+        line.address = dataclasses.replace(line.address, port=9)  # "discard": nobody listens there
+
+    if why == "firewall":
+        monkeypatch.setattr(get_pool(), "without_lines", set())
+        monkeypatch.setattr(TcpDriverLine, "__init__", elsewhere)
+    elif why == "TLS":
+        monkeypatch.setattr(session, "uses_tls", lambda: True)
+    for _ in range(2):
+        options = {"ray_remote_args": AWAY, "fresh_processes": True, "arenas": why != "arenas=False"}
+        loader = calls(int, 40, 2, **options)
+        assert list(loader) == list(range(40))
+        assert {worker.lane for worker in loader.stats().epoch.workers} == {"Ray calls"}
+    told = [record.getMessage() for record in caplog.records if "by Ray calls" in record.getMessage()]
+    assert [" to port 9 of " in message for message in told] == [True] * (why == "firewall")
 
 
 def sample(index):
     """Every third is small, and every seventh an error."""
     if index % 7 == 3:
         raise LookupError(f"no sample {index}")
-    numbers = 8 if index % 3 == 0 else 4 * SMALL_BYTES + index
-    return {
-        "image": torch.full((numbers,), index),
-        "array": torch.full((SMALL_BYTES + index,), index % 128, dtype=torch.int8).numpy(),
-        "labels": torch.tensor([index, -index]),
-        "name": f"sample {index}",
-    }
+    return torch.full((8 if index % 3 == 0 else 4 * SMALL_BYTES + index,), index), f"sample {index}"
 
 
-def is_sample(batch, index, plus=0):
-    expected = sample(index)
-    return (
-        torch.equal(batch["image"], expected["image"] + plus)
-        and (batch["array"] == expected["array"]).all()
-        and torch.equal(batch["labels"], expected["labels"])
-        and batch["name"] == expected["name"]
-    )
+def is_sample(batch, index):
+    expected, name = sample(index)
+    return torch.equal(batch[0], expected) and batch[1] == name
 
 
-def load(function, length, **options):
-    options = {"num_workers": 2, "collate_fn": as_is, "ray_remote_args": AWAY, **options}
-    return DataLoader(Calls(function, length), None, **options)
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
-
-
-def test_small_batches_need_no_thread_until_a_large_one_comes():
-    iterator = iter(load(lambda index: torch.full((8 if index < 100 else MB,), index), 120, prefetch_factor=2))
-    assert [int(next(iterator)[0]) for _ in range(90)] == list(range(90))
-    assert threads() == []
-    assert [int(next(iterator)[-1]) for _ in range(20)] == list(range(90, 110))
-    assert len(threads()) == 1
-    assert len(list(iterator)) == 10
-    assert threads() == []
-
-
-@pytest.mark.parametrize("depth", [None, 3])
-def test_batches_of_every_kind_come_as_they_were_whatever_is_kept(depth):
-    loader = load(sample, LENGTH, prefetch_factor=depth, persistent_workers=True)
+@pytest.mark.parametrize("depth", [3, pytest.param(None, marks=pytest.mark.full)])
+def test_whatever_is_kept_later_batches_come_in_memory_of_their_own(depth, nodes):
+    loader, kept = calls(sample, 40, 2, prefetch_factor=depth, ray_remote_args=AWAY), []
     for _ in range(2):
-        iterator, kept = iter(loader), {}
-        for index in range(LENGTH):
+        iterator = iter(loader)
+        for index in range(40):
             if index % 7 == 3:
-                with pytest.raises(LookupError, match=f"no sample {index}"):
+                with pytest.raises(LookupError, match=f"no sample {index}") as caught:
                     next(iterator)
+                assert any(f"node {nodes.away}" in note for note in caught.value.__notes__)
                 continue
             batch = next(iterator)
             assert is_sample(batch, index)
-            batch["image"].add_(1)  # a read-only page would end this process
-            batch["array"][0] = batch["array"][0]
+            batch[0].zero_()  # a read-only page would end this process
             if index % 2:
-                kept[index] = batch
-            assert all(is_sample(batch, number, plus=1) for number, batch in kept.items())
-        with pytest.raises(StopIteration):
-            next(iterator)
-        assert len(threads()) == 1
-    assert all(is_sample(batch, number, plus=1) for number, batch in kept.items())
+                kept.append(batch[0])
+        assert list(iterator) == []
+    assert not any(tensor.any() for tensor in kept)
 
 
-def test_breaking_off_while_batches_are_under_way_leaves_no_thread():
-    iterator = iter(load(lambda index: torch.full((MB,), index), LENGTH))
+def test_an_epoch_that_is_broken_off_leaves_the_actors_of_another_node_warm():
+    """While large batches are under way, which a thread copies: that it ends is proved after each test."""
+    loader = calls(lambda index: (*origin(), torch.full((1 << 18,), index)), 60, 2, ray_remote_args=AWAY)
+    iterator = iter(loader)
     kept = [next(iterator) for _ in range(3)]
-    assert len(threads()) == 1
     del iterator
-    gc.collect()
-    wait_until(lambda: not threads(), "the thread has ended")
-    assert [int(batch.unique()) for batch in kept] == [0, 1, 2]
+    processes = {(node_id, pid) for node_id, pid, _ in loader}
+    assert len(processes) == 2
+    assert {(node_id, pid) for node_id, pid, _ in kept} <= processes
+    assert [tensor.unique().item() for *_, tensor in kept] == [0, 1, 2]
+
+
+# ---- what users of Ray put into datasets and batches
+
+
+@ray.remote(num_cpus=0)
+class Memory:
+    """A replay buffer, say."""
+
+    def recall(self, index):
+        return index * 10
+
+
+@ray.remote(num_cpus=0)
+def double(index):
+    return 2 * index
+
+
+@pytest.mark.full
+def test_datasets_and_batches_may_hold_what_is_rays():
+    """Handles of actors, references of any size, and tasks."""
+    memory, small, large = Memory.remote(), *(ray.put(torch.arange(size).numpy()) for size in (10, 1_000_000))
+
+    def sample(index):
+        read = [int(ray.get(numbers)[index]) for numbers in (small, large)]
+        return ray.get([memory.recall.remote(index), double.remote(index)]), read, small
+
+    batches = list(calls(sample, 3, ray_remote_args=AWAY))
+    assert [batch[:2] for batch in batches] == [([10 * index, 2 * index], [index, index]) for index in range(3)]
+    assert [get(reference)[2] for *_, reference in batches] == [2] * 3
+
+
+# ---- loaders in tasks and actors: the one has a CPU, and each of its workers
+
+
+@ray.remote(num_cpus=1)
+def train(loader):
+    return epochs(loader)
+
+
+@ray.remote(num_cpus=1)
+class Trainer:
+    """Keeps its loader, as trainers do."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def train(self):
+        return epochs(self.loader)
+
+    def begin(self):
+        self.iterator = iter(self.loader)
+        return next(self.iterator) is not None
+
+
+@pytest.mark.parametrize("case", ["stream", pytest.param("samples", marks=pytest.mark.full)])
+def test_a_loader_of_a_task_ends_with_it(case):
+    check_batches(get(train.remote(made(case))), case)
+    wait_for_free(3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["samples", "persistent"])
+def test_a_loader_of_an_actor_that_is_killed_in_mid_epoch_ends_with_it(case):
+    trainer = Trainer.remote(made(case))
+    check_batches(get(trainer.train.remote()), case)
+    assert get(trainer.begin.remote())
+    ray.kill(trainer)
+    wait_for_free(3)
+
+
+@pytest.mark.full
+def test_workers_are_not_captured_by_a_placement_group():
+    """A bundle of one CPU, taken by the task itself: captured workers would wait for ever."""
+    group = ray.util.placement_group([{"CPU": 1}])
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+
+    def inside(_=None):
+        return ray.util.get_current_placement_group() is not None
+
+    def work():
+        return inside(), list(calls(inside, 2))
+
+    try:
+        assert get(ray.remote(work).options(num_cpus=1, scheduling_strategy=strategy).remote()) == (True, [False] * 2)
+    finally:
+        ray.util.remove_placement_group(group)

@@ -7,35 +7,32 @@ fetches into a folder of the test's: the other tests run with plain `ray`.
 
 import json
 import re
-import socket
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 import yaml
 
-from autoscaling import HEAD, configuration, environment_of, free_port, head_of, short_folder
+from autoscaling import HEAD, configuration, environment_of, free_port, head_of, listens, short_folder
 from multinode_waiting import START_LIMIT, wait_until
 
 pytestmark = [pytest.mark.multinode, pytest.mark.full]
 
 ROOT = Path(__file__).parents[2]
-CLUSTER: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
 JOB_LIMIT = 300  # seconds; on expiry the test fails
 
 
-def autoscaling(gcs_port: int) -> dict[str, Any]:
+def autoscaling(gcs_port):
     """The file as Ray's autoscaler reads it, for nodes of which each is a raylet here."""
     types = {HEAD if name == CLUSTER["head_node_type"] else name: kind for name, kind in small_types()}
     kept = {key: CLUSTER[key] for key in ("cluster_name", "max_workers", "idle_timeout_minutes")}
     return configuration(gcs_port, types, {}, **kept)
 
 
-def small_types() -> Iterator[tuple[str, dict[str, Any]]]:
+def small_types():
     """The node types: one CPU each, and one of each resource that the file names."""
     for name, kind in CLUSTER["available_node_types"].items():
         resources = {"CPU": 1, **dict.fromkeys(kind["resources"], 1)}
@@ -44,7 +41,7 @@ def small_types() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def head(default_packages: Path) -> Iterator[SimpleNamespace]:
+def head(default_packages):
     """The running head: its ports, and the environment of whoever has the token."""
     with short_folder() as folder:
         gcs, dashboard = free_port(), free_port()
@@ -66,86 +63,62 @@ def head(default_packages: Path) -> Iterator[SimpleNamespace]:
             command = command.replace(theirs, ours)
         command += f" --block --num-cpus=1 --dashboard-port={dashboard} --ray-client-server-port={free_port()}"
         with head_of(command, environment, folder) as process:
-            wait_until(lambda: is_open(dashboard) or process.poll() is not None, "the dashboard listens", START_LIMIT)
+            wait_until(lambda: listens(dashboard) or process.poll() is not None, "the dashboard listens", START_LIMIT)
             assert process.poll() is None, (folder / "head.log").read_text()
-            yield SimpleNamespace(dashboard=dashboard, environment=environment, process=process)
+            yield SimpleNamespace(dashboard=dashboard, environment=environment)
 
 
-def is_open(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
+def submit(head, *program, folder="examples", **environment):
+    """Submits a program as the page says; gives what `ray job submit` says."""
+    command = ["ray", "job", "submit", "--address", f"http://localhost:{head.dashboard}", "--working-dir", folder]
+    return subprocess.run(
+        [*command, "--", "python", *program],
+        env={**head.environment, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=JOB_LIMIT,
+    )
 
 
-@pytest.fixture
-def submit(head: SimpleNamespace) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Submits the example as the page says, or a folder's `main.py`; gives what `ray job submit` says."""
-
-    def run(
-        *options: str, folder: Path | None = None, more: tuple[str, ...] = (), **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        command = ["ray", "job", "submit", "--address", f"http://localhost:{head.dashboard}", *more]
-        program = ["--working-dir", "examples", "--", "python", "cluster.py"]
-        if folder is not None:
-            program = ["--working-dir", str(folder), "--", "python", "main.py"]
-        return subprocess.run(
-            [*command, *program, *options],
-            env={**head.environment, **environment},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=JOB_LIMIT,
-        )
-
-    return run
-
-
-def test_a_job_without_the_token_is_refused(submit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    refused = submit(RAY_AUTH_MODE="disabled")
+def test_a_job_without_the_token_is_refused(head):
+    refused = submit(head, "cluster.py", RAY_AUTH_MODE="disabled")
     assert refused.returncode != 0
     assert re.search("401|[Uu]nauthorized|[Aa]uthentication", refused.stdout + refused.stderr)
 
 
-def test_the_dashboard_listens_on_localhost_only(head: SimpleNamespace) -> None:
+def test_the_dashboard_listens_on_localhost_only(head):
     listening = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     assert {address.ip for address in listening if address.port == head.dashboard} == {"127.0.0.1"}
 
 
-def test_the_job_trains_with_workers_on_nodes_that_the_autoscaler_starts(
-    submit: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
+def test_the_job_trains_with_workers_on_nodes_that_the_autoscaler_starts(head):
     """Two workers, of which each fills one of these small nodes."""
-    job = submit("--workers", "2", "--samples", "640")
+    job = submit(head, "cluster.py", "--workers", "2", "--samples", "640")
     assert job.returncode == 0, job.stdout + job.stderr
     assert re.search(r"^loss \d+\.\d\d after 10 batches$", job.stdout, re.MULTILINE), job.stdout
     assert "nodes that built them: 2, this one not among them" in job.stdout
 
 
-def test_modules_and_files_of_the_job_reach_the_workers(
-    submit: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    """Of its `working_dir`, which is also the workers' own, and of its `py_modules`."""
-    job, helper = tmp_path / "job", tmp_path / "helper"
-    for folder in (job, helper):
-        folder.mkdir()
-    (job / "words.txt").write_text("one two three four")
-    (helper / "__init__.py").write_text("def shout(word): return word.upper()\n")
-    (job / "samples.py").write_text(
-        "from pathlib import Path\n"
-        "import helper\n"
-        "class Words:\n"
-        "    def __len__(self): return 4\n"
-        "    def __getitem__(self, index): return helper.shout(Path('words.txt').read_text().split()[index])\n"
-    )
-    (job / "main.py").write_text(
-        "import ray\n"
-        "from rayloader import DataLoader\n"
-        "from samples import Words\n"
-        "if __name__ == '__main__':\n"
-        "    where = {'resources': {'data_worker': 1}}\n"
-        "    loader = DataLoader(Words(), 2, num_workers=2, ray_remote_args=where)\n"
-        "    print(list(loader), {worker.process for worker in loader.stats().total.workers})\n"
-    )
-    modules = ("--runtime-env-json", json.dumps({"py_modules": [str(helper)]}))
-    done = submit(folder=job, more=modules)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "[['ONE', 'TWO'], ['THREE', 'FOUR']] {'Ray actor'}" in done.stdout, done.stdout
+MAIN = """
+import samples
+from rayloader import DataLoader
+
+loader = DataLoader(samples.Words(), 2, num_workers=2, ray_remote_args={"resources": {"data_worker": 1}})
+print(list(loader), {worker.process for worker in loader.stats().total.workers})
+"""
+SAMPLES = """
+class Words:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return open("words.txt").read().split()[index]
+"""
+
+
+def test_modules_and_files_of_the_job_reach_the_workers(head, tmp_path):
+    for name, content in {"main.py": MAIN, "samples.py": SAMPLES, "words.txt": "one two three four"}.items():
+        (tmp_path / name).write_text(content)
+    done = submit(head, "main.py", folder=tmp_path)
+    assert "[['one', 'two'], ['three', 'four']] {'Ray actor'}" in done.stdout, done.stdout + done.stderr

@@ -6,17 +6,12 @@ import pytest
 import ray
 import ray.util.client
 
+from multinode_data import calls
 from multinode_waiting import wait_for_exit, wait_until
-from rayloader import DataLoader, RaySessionError
+from rayloader import RaySessionError
 
 pytestmark = pytest.mark.multinode
-
-
-def check_left(*programs):
-    """Nothing of these programs is left in the cluster: neither processes nor actors that live for Ray."""
-    for program in programs:
-        wait_for_exit(program["pids"])
-        wait_until(lambda job=program["job"]: not living_actors(job), "the program's actors are dead")
+full = pytest.mark.full
 
 
 def living_actors(job):
@@ -25,52 +20,29 @@ def living_actors(job):
     return [actor for actor in actors if actor["JobID"] == job and actor["State"] != "DEAD"]
 
 
-@pytest.mark.full
-def test_a_program_with_ray_address_joins_the_cluster(nodes, run_script):
-    result = run_script("never_calls_init", RAY_ADDRESS=nodes.address)
+@pytest.mark.parametrize(
+    ("name", "returncode"),
+    [
+        ("calls_init", 0),
+        pytest.param("never_calls_init", 0, marks=full),
+        pytest.param("is_killed_in_mid_epoch", -signal.SIGKILL, marks=full),
+    ],
+)
+def test_a_program_with_ray_address_joins_the_cluster_and_leaves_nothing_there(name, returncode, nodes, run_script):
+    result = run_script(name, returncode=returncode, RAY_ADDRESS=nodes.address)
     assert result.address == nodes.address
     assert len(result.pids) == 2
     assert set(result.nodes) <= {nodes.here, nodes.away}
-    assert result.heard == [signal.SIGTERM], "the program's handler, not Ray's"
-    check_left(vars(result))
+    wait_for_exit(result.pids)
+    wait_until(lambda: not living_actors(result.job), "the program's actors are dead")
 
 
-@pytest.mark.full
+@full
 def test_a_program_without_ray_address_starts_its_own(nodes, run_script):
     """Though Ray has noted the cluster as this machine's current one."""
     result = run_script("starts_its_own", RAY_ADDRESS="")
     assert result.address != nodes.address
     wait_for_exit(result.pids)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "returncode"),
-    [("ends_in_mid_epoch", 0), ("fails_in_mid_epoch", 1), ("is_killed_in_mid_epoch", -signal.SIGKILL)],
-    ids=["ends", "fails", "is killed"],
-)
-def test_a_program_that_ends_in_mid_epoch_leaves_nothing(name, returncode, nodes, run_script):
-    result = run_script(name, returncode=returncode, RAY_ADDRESS=nodes.address)
-    assert ("LookupError: a bug in the training loop" in result.stderr) is (name == "fails_in_mid_epoch")
-    check_left(vars(result))
-
-
-def test_a_program_that_called_init_itself(nodes, run_script):
-    result = run_script("calls_init", nodes.address)
-    assert result.address == nodes.address
-    check_left(vars(result))
-
-
-@pytest.mark.full
-def test_a_program_that_shuts_down_and_goes_on(nodes, run_script):
-    result = run_script("shuts_down_and_goes_on", RAY_ADDRESS=nodes.address)
-    first, second = result.earlier
-    assert [program["address"] for program in (first, second)] == [nodes.address] * 2
-    assert result.address == nodes.address
-    assert not set(first["pids"]) & set(second["pids"])
-    assert first["job"] == second["job"] != result.job
-    assert result.message.startswith("RaySessionError: the workers, or their Ray, were shut down")
-    check_left(first, second, vars(result))
 
 
 def test_nothing_that_a_program_waits_for_asks_the_gcs(run_script):
@@ -85,12 +57,4 @@ def test_nothing_that_a_program_waits_for_asks_the_gcs(run_script):
 def test_ray_client_is_refused(monkeypatch):
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(RaySessionError, match=r"Ray Client \(ray://\).*ray job submit"):
-        iter(DataLoader(range(2), num_workers=1))
-
-
-@pytest.mark.full
-def test_a_client_address_is_refused(run_script):
-    """By Ray itself where its client is not installed."""
-    result = run_script("is_a_client", RAY_ADDRESS="ray://127.0.0.1:10001")
-    assert "Ray Client" in result.message
-    assert result.error in ("RaySessionError", "ValueError")
+        iter(calls(int))

@@ -1,91 +1,51 @@
-"""What workers ask for in a cluster that was joined, and what happens where there is no room."""
+"""Where workers are placed, what is said where there is no room, and whom idle ones make room for."""
 
+import contextlib
 import gc
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from collections import Counter
 
 import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-import rayloader.actors.actors
-import rayloader.actors.placement
-import rayloader.actors.pool
-from multinode_data import Calls, as_is, difference, epochs, origin, traced, untraced
-from multinode_waiting import START_LIMIT, wait_until
-from rayloader import DataLoader, WorkerStartError
+import rayloader
+from inside import actors_of
+from multinode_data import calls, origin
+from multinode_waiting import get, wait_for_free
+from rayloader import WorkerStartError
 from rayloader.actors.pool import get_pool
 
-pytestmark = pytest.mark.multinode
+# Three workers or more: torch compares their number with this machine's cores when a loader is made.
+pytestmark = [pytest.mark.multinode, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
 CPUS = 3  # of the cluster
-# Three workers or more: torch compares their number with this machine's cores when a loader is made.
-oversubscribed = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+full = pytest.mark.full
 
 
-def load(num_workers, length=None, function=None, **options):
-    calls = Calls(function or (lambda _: origin()), length or 4 * num_workers)
-    return DataLoader(calls, None, num_workers=num_workers, collate_fn=as_is, **options)
+def load(num_workers, **options):
+    """Four samples of each worker."""
+    return calls(origin, 4 * num_workers, num_workers, **options)
 
 
-def begin(loader):
-    """An iterator whose workers all run."""
-    iterator = iter(loader)
-    for _ in range(loader.num_workers):
-        next(iterator)
-    return iterator
+def where(num_workers, **options):
+    """How many workers run on which node."""
+    found = list(load(num_workers, **options))
+    assert found[num_workers:] == found[:num_workers] * 3
+    return Counter(node_id for node_id, _ in found[:num_workers])
 
 
-def free(name="CPU"):
-    return ray.available_resources().get(name, 0)
+# ---- where they are
 
 
-def wait_for_free(expected, name="CPU"):
-    wait_until(lambda: free(name) == expected, f"{expected} {name} are free; now {free(name)}")
-
-
-@pytest.fixture
-def short_limit(monkeypatch):
-    """For workers that have no place; those that have one may take their time."""
-    monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 1.0)
-
-
-# ---- CPUs
-
-
-@oversubscribed
-def test_each_worker_asks_for_a_cpu_where_there_are_enough(nodes, reference, grace_ends):
-    loader = DataLoader(**traced("three workers"))
-    recorded, origins = untraced(epochs(loader))
-    assert difference(recorded, reference["three workers"]) is None
-    assert {node_id for node_id, _ in origins[0]} == {nodes.here, nodes.away}, "one node has no room for three"
-    assert origins[1] == origins[2] == origins[0]
-    wait_for_free(0)  # warm
+def test_each_worker_asks_for_a_cpu_and_keeps_it_while_it_is_warm(nodes, grace_ends):
+    loader = load(3)
+    processes = set(loader)
+    assert Counter(node_id for node_id, _ in processes) == {nodes.here: 1, nodes.away: 2}
+    assert set(loader) == processes
+    wait_for_free(0)
     grace_ends()
-    wait_for_free(CPUS)
-    del loader  # it could have used them
-
-
-@pytest.mark.full
-@oversubscribed
-def test_more_workers_than_cpus_are_an_error_that_says_how_to_share_them(short_limit, recwarn):
-    with pytest.raises(
-        WorkerStartError, match=r"^\d of 4 DataLoader workers did not start .* no room for 1 of them"
-    ) as caught:
-        list(load(4))
-    for part in ("has CPU 0 free of 1", "has CPU 0 free of 2", "num_cpus=0 shares CPUs"):
-        assert part in str(caught.value)
-    assert len({pid for _, pid in load(4, ray_remote_args={"num_cpus": 0})}) == 4
-    assert not [warning for warning in recwarn if "Ray cluster" in str(warning.message)]
-
-
-@pytest.mark.full
-def test_other_loaders_hold_the_cpus_of_their_workers(short_limit):
-    training = load(2, length=8)
-    iterator = begin(training)
-    wait_for_free(1)
-    with pytest.raises(WorkerStartError, match=r"^\d of 2 DataLoader workers did not start .* no room for 1 of them"):
-        list(load(2))
-    assert len(list(iterator)) == 6
+    wait_for_free(CPUS)  # though the loader lives
 
 
 def test_workers_of_a_live_iterator_are_kept(grace_ends):
@@ -96,27 +56,30 @@ def test_workers_of_a_live_iterator_are_kept(grace_ends):
     assert set(loader) == seen
 
 
-@pytest.mark.full
-def test_fractions_of_a_cpu_and_of_a_resource():
-    iterator = begin(load(2, ray_remote_args={"num_cpus": 0.25, "resources": {"away": 0.5}}))
-    wait_for_free(CPUS - 0.5)
-    wait_for_free(4 - 1, "away")
-    assert len(list(iterator)) == 6
+def test_the_drivers_node_is_filled_before_others(add_node):
+    """Ray by itself fills half of it, and goes on elsewhere."""
+    own = add_node(num_cpus=4, own=1).node_id
+    driver = ray.remote(where).options(num_cpus=0, resources={"own": 1})
+    assert get(driver.remote(5))[own] == 4
+
+
+@full
+def test_a_drivers_node_without_a_cpu_takes_workers_from_the_others(add_node):
+    bare = add_node(num_cpus=0, bare=1).node_id
+    found = get(ray.remote(where).options(num_cpus=0, resources={"bare": 1}).remote(2))
+    assert (found[bare], found.total()) == (0, 2)
 
 
 def test_workers_within_a_placement_group(short_limit, nodes):
     """As the trainer's own: they take its CPUs, no other ones, and no more than it has."""
     group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
     try:
-        ray.get(group.ready(), timeout=START_LIMIT)
+        get(group.ready())
         within = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, -1)}
         loader = load(2, ray_remote_args=within, persistent_workers=True)
-        for _ in range(2):
-            assert {node_id for node_id, _ in loader} == {nodes.away}
-        assert free() == 1, "the group's are taken anyway"
-        with pytest.raises(
-            WorkerStartError, match=r"^1 of 1 DataLoader workers did not start .* no room for 1 of them"
-        ) as caught:
+        assert {node_id for node_id, _ in loader} == {nodes.away}
+        wait_for_free(1)  # the group's are taken anyway
+        with pytest.raises(WorkerStartError) as caught:
             list(load(1, ray_remote_args=within))
         assert f"each asks for CPU_group_{group.id.hex()} 1; " in str(caught.value)
         assert f"has CPU_group_{group.id.hex()} 0 free of 2" in str(caught.value)
@@ -132,112 +95,102 @@ def test_workers_within_a_placement_group(short_limit, nodes):
 
 
 @pytest.mark.parametrize(
-    ("remote_args", "asked"),
+    ("count", "remote_args", "asked"),
     [
-        ({"num_cpus": 64}, ["CPU 64; ", "has CPU 1 in all", "has CPU 2 in all"]),
-        pytest.param({"resources": {"away": 5}}, ["away 5; ", "has away 4 in all"], marks=pytest.mark.full),
-        ({"label_selector": {"place": "moon"}}, ["moon", "each of 2 nodes has other labels"]),
-        pytest.param({"resources": {"nowhere": 1}}, ["each of 2 nodes has nowhere 0 in all"], marks=pytest.mark.full),
-        pytest.param(
-            {"accelerator_type": "A100"}, ["accelerator_type:A100 0.001; each of 2 nodes has"], marks=pytest.mark.full
-        ),
-        pytest.param({"memory": 1 << 45}, ["memory 3.28e+04 GiB; "], marks=pytest.mark.full),
+        (2, {"num_cpus": 64}, ["CPU 64; ", "has CPU 1 in all", "has CPU 2 in all"]),
+        (2, {"label_selector": {"place": "moon"}}, ["moon", "each of 2 nodes has other labels"]),
+        pytest.param(2, {"resources": {"away": 5}}, ["away 5; ", "has away 4 in all"], marks=full),
+        pytest.param(2, {"memory": 1 << 45}, ["memory 3.28e+04 GiB; "], marks=full),
+        pytest.param(4, {}, ["no room for 1 of them", "has CPU 0 free of 1", "has CPU 0 free of 2"], marks=full),
     ],
-    ids=["cpus", "resource", "label", "unknown resource", "accelerator", "memory"],
+    ids=["cpus", "label", "resource", "memory", "more than there are"],
 )
-def test_workers_without_a_place_are_an_error_that_explains(remote_args, asked, short_limit):
+def test_workers_without_a_place_are_an_error_that_explains(count, remote_args, asked, short_limit):
     with pytest.raises(WorkerStartError) as caught:
-        list(load(2, ray_remote_args=remote_args))
-    text = str(caught.value)
-    assert text.startswith("2 of 2 DataLoader workers did not start within 1 s. Ray has ")
-    for part in (*asked, "num_cpus=0 shares CPUs", "RAYLOADER_START_TIMEOUT"):
-        assert part in text
-
-
-def training_on_all_cpus():
-    """Two actors that run."""
-
-    @ray.remote
-    class Training:
-        def ready(self):
-            return True
-
-    training = [Training.options(num_cpus=cpus).remote() for cpus in (1, 2)]
-    assert all(ray.get([actor.ready.remote() for actor in training]))
-    return training
-
-
-@pytest.mark.full
-def test_cpus_that_others_hold_are_an_error_and_the_next_try_works(monkeypatch):
-    training = training_on_all_cpus()
-    loader = load(1, ray_remote_args={"num_cpus": 1})
-    monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 1.0)
-    with pytest.raises(WorkerStartError, match=r"each asks for CPU 1; .*has CPU 0 free of 2"):
-        list(loader)
-    for actor in training:
-        ray.kill(actor)
-    monkeypatch.undo()
-    assert len(list(loader)) == 4
-
-
-@pytest.mark.full
-@oversubscribed
-def test_what_is_waited_for_is_told(monkeypatch, caplog):
-    """Two of three workers have a place: how many have none does not depend on how long the others take to start."""
-    monkeypatch.setattr(rayloader.actors.actors, "NOTICE_S", 6.0)  # by then Ray has said who has no place
-    monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 7.0)
-    keeper = ray.remote(num_cpus=1)(Calls).remote(origin, 1)
-    ray.get(keeper.__len__.remote())
-    with pytest.raises(WorkerStartError, match=r"^\d of 3 DataLoader workers did not start .* no room for 1 of them"):
-        list(load(3))
-    ray.kill(keeper)
-    (told,) = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
-    assert "Ray has found no room for 1 of them: each asks for CPU 1; " in told
-    wait_for_free(CPUS)
-
-
-@pytest.mark.full
-def test_the_error_tells_what_this_loader_asked_for(monkeypatch):
-    """And not what another asked for meanwhile."""
-    known = set(get_pool().actors)
-    with ThreadPoolExecutor(1) as thread:  # in a cluster `iter()` waits for the workers
-        waiting = thread.submit(list, load(1, ray_remote_args={"resources": {"nowhere": 1}}))
-        wait_until(lambda: set(get_pool().actors) - known, "the first loader has asked for its worker")
-        list(load(1, ray_remote_args={"resources": {"away": 1}}))
-        monkeypatch.setattr(rayloader.actors.placement, "START_TIMEOUT_S", 0.1)
-        with pytest.raises(WorkerStartError, match=r"each asks for .*nowhere 1"):
-            waiting.result()
-
-
-# ---- options
+        list(load(count, ray_remote_args=remote_args))
+    for part in (
+        f" of {count} DataLoader workers did not start within 1 s. Ray has ",
+        *asked,
+        "num_cpus=0 shares CPUs",
+    ):
+        assert part in str(caught.value)
+    assert len(set(load(count, ray_remote_args={"num_cpus": 0}))) == count, "which is a remedy"
 
 
 @pytest.mark.parametrize(
     ("remote_args", "message"),
     [
-        ({"num_cpus": -1}, "num_cpus"),
-        ({"num_cpus": "two"}, "num_cpus"),
-        ({"resources": 5}, "resources"),
-        ({"resources": {"CPU": 1}}, "num_cpus"),
         ({"num_cups": 1}, "num_cups"),
-        ({"scheduling_strategy": "here"}, "scheduling_strategy"),
         ({"label_selector": "here"}, "label_selector"),
         ({"runtime_env": {"env_vars": {"A": 1}}}, "env_vars"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_options_are_errors_at_the_latest_of_iter(remote_args, message):
+def test_options_that_ray_refuses_are_errors_at_the_latest_of_iter(remote_args, message):
     with pytest.raises((ValueError, TypeError), match=message):
         iter(load(1, ray_remote_args=remote_args))
 
 
-@pytest.mark.full
-def test_options_that_say_nothing():
-    loader = load(1, ray_remote_args={"label_selector": None, "runtime_env": None, "num_gpus": 0})
+# ---- idle workers make room
+
+
+@ray.remote
+class Trainer:
+    def is_here(self):
+        return True
+
+
+@contextlib.contextmanager
+def a_task():
+    yield ray.remote(num_cpus=0, resources={"spare": 1})(origin).remote()
+
+
+@contextlib.contextmanager
+def a_placement_group():
+    group = ray.util.placement_group([{"spare": 1}] * 2, strategy="STRICT_PACK")
+    yield group.ready()
+    ray.util.remove_placement_group(group)
+
+
+@contextlib.contextmanager
+def an_actor_of_nodes_with_a_label():
+    actor = Trainer.options(num_cpus=0, resources={"spare": 1}, label_selector={"place": "away"}).remote()
+    yield actor.is_here.remote()
+    ray.kill(actor)
+
+
+@pytest.mark.parametrize("waiting", [a_task, a_placement_group, an_actor_of_nodes_with_a_label])
+def test_whatever_idle_workers_hold_is_given_up_for_whatever_waits_for_it(waiting):
+    """Though they hold no CPU."""
+    loader = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
+    before = set(loader)
+    wait_for_free(0, "spare")
+    with waiting() as got:
+        assert get(got)
+    assert not set(loader) & before
+
+
+@pytest.mark.parametrize("batches", [1, pytest.param(4, marks=full)], ids=["after a break", "after an epoch"])
+def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(batches, nodes, caplog):
+    """Their loader lives, and the program waits for the task."""
+    caplog.set_level(logging.INFO, "rayloader")
+    loader = load(1)
+    for _ in zip(range(batches), loader, strict=False):
+        pass
+    task = ray.remote(resources={"here": 0.1})(origin).remote()  # where the worker has the only CPU
+    assert get(task)[0] == nodes.here
+    text = (
+        "1 idle worker processes end, because they hold what is waited for in the Ray cluster, by this program or "
+        "another one: CPU 1, here"
+    )
+    assert [text in message for message in caplog.messages].count(True) == 1
     assert len(list(loader)) == 4
 
 
-@pytest.mark.parametrize("name", ["name", "lifetime", "max_restarts", "max_concurrency", "concurrency_groups"])
-def test_options_that_the_loader_needs_for_itself(name):
-    with pytest.raises(ValueError, match=rf"ray_remote_args must not hold '{name}'.*leave it out"):
-        load(1, ray_remote_args={name: 1})
+def test_the_workers_of_several_iterators_are_asked_for_at_once():
+    """`iter()` does not wait for workers that are yet to start, be there room for them or not."""
+    first = load(2, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
+    second = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
+    iterators = [iter(first), iter(second)]
+    assert [actor.address for iterator in iterators for actor in actors_of(iterator)] == [None] * 3
+    assert len(list(iterators[0])) == 8
+    assert len(list(iterators[1])) == 4, "idle workers of the first have made room"

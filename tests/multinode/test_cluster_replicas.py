@@ -1,6 +1,5 @@
 """Replicas on nodes that the driver is not on: one image a node, and errors that name what is missing there."""
 
-import os
 import re
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from inside import image_files
 from multinode_data import AWAY, ON_EACH, as_is, origin
 from rayloader import DataLoader, ReplicaError
-from rayloader.actors.pool import get_pool
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
 
@@ -19,7 +17,7 @@ TOTAL = 299_999 * 150_000
 
 
 class Holds:
-    """Sample i is what `function(data)` returns in worker i."""
+    """Each of two workers is asked once: sample i is what `function(data)` returns in worker i."""
 
     def __init__(self, data, function):
         self.data, self.function = data, function
@@ -31,104 +29,63 @@ class Holds:
         return self.function(self.data)
 
 
-def holding(data, function, **options):
-    return DataLoader(
-        Holds(data, function), None, num_workers=2, collate_fn=as_is, **{"ray_remote_args": AWAY, **options}
-    )
-
-
-def images():
-    """Names of the images that this process has mapped."""
-    return set(re.findall(r"rayloader-image-\w+", Path("/proc/self/maps").read_text()))
+def holding(data, function, where=AWAY):
+    return DataLoader(Holds(data, function), None, num_workers=2, collate_fn=as_is, ray_remote_args=where)
 
 
 def look(data):
-    return int(data.sum()), origin(), images()
+    """The sum, the node, the process, and the names of the images that it has mapped."""
+    names = re.findall(r"rayloader-image-\w+", Path("/proc/self/maps").read_text())
+    return int(data.sum()), *origin(), frozenset(names)
 
 
 def test_two_workers_of_another_node_share_one_image(nodes):
     loader = holding(np.arange(300_000), look)
-    (first, (node, pid), names), (second, (same_node, other_pid), same_names) = loader
-    assert (first, second) == (TOTAL, TOTAL)
-    assert {node, same_node} == {nodes.away}
-    assert pid != other_pid
-    assert names == same_names
+    totals, places, pids, images = map(set, zip(*loader, strict=True))
+    assert (totals, places, len(pids)) == ({TOTAL}, {nodes.away}, 2)
+    (names,) = images
     assert len(names) == 1
     assert names.isdisjoint(image_files()), "the driver's image was opened from another node"
-    assert {names for *_, names in map(tuple_of, loader)} == {frozenset(same_names)}, "it was shipped a second time"
+    assert {seen[-1] for seen in loader} == images, "it was shipped a second time"
     loader.dataset.data[0] = 1
-    assert [total for total, *_ in loader] == [TOTAL + 1] * 2
-    assert {frozenset(names) for *_, names in loader}.isdisjoint({frozenset(same_names)})
-
-
-def tuple_of(seen):
-    total, where, names = seen
-    return total, where, frozenset(names)
+    assert {(total, names in images) for total, *_, names in loader} == {(TOTAL + 1, False)}
 
 
 @pytest.mark.full
-def test_workers_of_both_nodes():
-    loader = holding(torch.arange(300_000), look, ray_remote_args=ON_EACH)
-    seen = list(loader)
-    assert [total for total, *_ in seen] == [TOTAL] * 2
-    assert len({node for _, (node, _), _ in seen}) == 2
-    assert len({frozenset(names) for *_, names in seen}) == 2
+def test_workers_of_both_nodes_have_an_image_each(nodes):
+    totals, places, _, images = map(set, zip(*holding(torch.arange(300_000), look, ON_EACH), strict=True))
+    assert (totals, places, len(images)) == ({TOTAL}, {nodes.here, nodes.away}, 2)
 
 
-@pytest.mark.full
-def test_a_write_stays_in_the_worker():
-    def write(data):
-        data += 1
-        return int(data.sum())
-
-    data = np.zeros(100_000, np.int64)
-    assert list(holding(data, write)) == [100_000] * 2
-    assert not data.any()
+def shared_memory(folder):
+    return torch.zeros(1000).share_memory_(), r"/dev/shm/torch_.*can't be opened on node.*another node.*clone"
 
 
-@pytest.mark.full
-def test_a_host_that_has_died_is_replaced(nodes):
-    loader = holding(np.arange(300_000), look)
-    list(loader)
-    hosts = [actor for actor in get_pool().actors if actor.hosted]  # one of them of this replica
-    assert hosts
-    for host in hosts:
-        os.kill(host.address.pid, 9)
-    assert [total for total, *_ in loader] == [TOTAL] * 2
-
-
-@pytest.mark.full
-def test_a_file_of_the_same_path_is_mapped(tmp_path):
-    np.arange(300_000).tofile(tmp_path / "data")
-    data = np.memmap(tmp_path / "data", np.int64)
-    (first, *_), (second, *_) = holding(data, look)
-    assert (first, second) == (TOTAL, TOTAL)
-
-
-@pytest.mark.full
-def test_a_file_that_is_missing_there_is_named(tmp_path):
+def missing_file(folder):
     """As one without a name is on any other node: these share their file system."""
-    np.arange(1000).tofile(tmp_path / "data")
-    data = np.memmap(tmp_path / "data", np.int64, mode="r")
-    (tmp_path / "data").unlink()
-    with pytest.raises(ReplicaError, match=rf"{tmp_path}/data \(deleted\).*node \S+ does not have.*driver's node"):
-        list(holding(data, look))
-    here = {"num_cpus": 0, "resources": {"here": 0.01}}
-    assert [total for total, *_ in holding(data, look, ray_remote_args=here)] == [499_500] * 2
+    np.arange(1000).tofile(folder / "data")
+    data = np.memmap(folder / "data", np.int64, mode="r")
+    (folder / "data").unlink()
+    return data, rf"{folder}/data \(deleted\).*node \S+ does not have.*driver's node"
 
 
-@pytest.mark.full
-def test_an_open_file_is_an_error_that_names_it(tmp_path):
+def open_file(folder):
     """On one node its workers would be forks; here some would lack it."""
-    (tmp_path / "data").write_bytes(b"0123456789")
-    with (tmp_path / "data").open("rb") as file:
-        loader = holding({"file": file}, lambda data: data["file"].read(3))
-        with pytest.raises(TypeError, match="cannot pickle") as caught:
-            list(loader)
-    assert "It cannot be sent to the workers: dataset.data['file']" in str(caught.value.__notes__)
+    return (folder / "data").open("wb"), "cannot pickle"
 
 
-@pytest.mark.full
-def test_shared_memory_does_not_reach_another_node():
-    with pytest.raises(ReplicaError, match=r"/dev/shm/torch_.*can't be opened on node.*another node.*clone"):
-        list(holding(torch.zeros(1000).share_memory_(), look))
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (shared_memory, ReplicaError),
+        pytest.param(missing_file, ReplicaError, marks=pytest.mark.full),
+        pytest.param(open_file, TypeError, marks=pytest.mark.full),
+    ],
+)
+def test_what_does_not_reach_another_node_is_an_error_that_names_it(make, error, tmp_path):
+    data, message = make(tmp_path)
+    with pytest.raises(error, match=message) as caught:
+        list(holding(data, look))
+    if make is open_file:
+        data.close()
+        assert "It cannot be sent to the workers: dataset.data" in str(caught.value.__notes__)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-import weakref
 from collections import namedtuple
 from collections.abc import Mapping
 from fractions import Fraction
@@ -13,14 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data._utils.worker as torch_worker
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import (
-    collate,
-    collate_float_fn,
-    collate_tensor_fn,
-    default_collate_fn_map,
-)
+from torch.utils.data._utils.collate import collate, collate_float_fn, collate_tensor_fn, default_collate_fn_map
 
 from rayloader._compat import no_torch_function
 from rayloader.host.collate import (
@@ -35,22 +32,42 @@ from rayloader.host.collate import (
 from rayloader.transport import codec
 from rayloader.transport.arena import PAGE, Arena, ArenaWriter
 
+TORCHS = dict(default_collate_fn_map)
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """Where this thread stacks, as in a worker, whatever its size."""
+    arena = Arena(64 * PAGE)
+    with pytest.MonkeyPatch.context() as patch:
+        info = torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=())
+        patch.setattr(torch_worker, "_worker_info", info)
+        yield ArenaWriter(arena.address)
+        collate_into(None)
+
+
+def start(writer, small=0):
+    """A batch of its own begins, with torch's map; what is not larger than `small` bytes is not put into the arena."""
+    default_collate_fn_map.clear()
+    default_collate_fn_map.update(TORCHS)
+    adopt_collate_fn_map(TORCHS)
+    writer.small = small
+    writer.begin()
+    collate_into(writer)
+
 
 @pytest.fixture
-def writer(monkeypatch):
-    """Where this thread stacks, as in a worker; a proxy, for pytest would hold it longer than the test does."""
-    arena = Arena(16 * PAGE)
-    monkeypatch.setattr(torch_worker, "_worker_info", torch_worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=()))
-    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, stack)
-    opened = ArenaWriter(arena.address)
-    opened.begin()
-    collate_into(opened)
-    yield weakref.proxy(opened)
+def writer(opened):
+    start(opened)
+    yield opened
     collate_into(None)
+    default_collate_fn_map.clear()
+    default_collate_fn_map.update(TORCHS)
 
 
-def into(arena, collate_fn, samples):
-    """As a worker that is about to collate these samples."""
+def begin(arena, collate_fn, samples):
+    """As a worker that is about to collate these samples; gives the collection of fresh tensors."""
     return collate_into(arena, alone=is_torchs(collate_fn) and are_torchs(samples))
 
 
@@ -59,301 +76,29 @@ def in_slot(writer, tensor):
     return start <= tensor.data_ptr() < start + writer._mapping.bytes.nbytes
 
 
-def cl(*size):
-    return torch.randn(*size).contiguous(memory_format=torch.channels_last)
+def described(value):
+    """All that a program can see of a batch."""
+    if isinstance(value, Mapping):
+        return type(value), {key: described(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [described(part) for part in value]
+    if not isinstance(value, torch.Tensor):
+        return type(value), repr(value)
+    plain = value.detach().resolve_conj().resolve_neg().clone()
+    bits = [] if value.is_meta else [bytes(one) for one in codec.encode(plain.contiguous()).buffers]
+    flags = value.requires_grad, value.is_conj(), value.is_neg(), value.stride()
+    return type(value), value.dtype, value.shape, value.layout, value.device, *flags, bits
 
 
-def sliced(tensor):
-    return torch.cat([tensor, tensor])[: len(tensor)]
-
-
-KINDS = {
-    **{str(d): (lambda d=d: torch.randint(0, 2, (3, 4)).to(d), True) for d in (torch.uint8, torch.bool, torch.int64)},
-    **{str(d): (lambda d=d: torch.randn(3, 4).to(d), True) for d in (torch.float16, torch.bfloat16, torch.complex64)},
-    "fp8": (lambda: torch.randn(3, 4).to(torch.float8_e4m3fn), True),
-    "0-d": (lambda: torch.randn(()), True),
-    "1-d": (lambda: torch.randn(7), True),
-    "3-d": (lambda: torch.randn(3, 8, 9), True),
-    "4-d": (lambda: torch.randn(2, 3, 4, 5), True),
-    "5-d": (lambda: torch.randn(2, 3, 4, 5, 2), True),
-    "6-d": (lambda: torch.randn(1, 2, 3, 1, 2, 2), True),
-    "4-d of ones": (lambda: torch.randn(2, 1, 1, 5), True),
-    "4-d one channel": (lambda: torch.randn(2, 1, 4, 5), True),
-    "channels-last of one channel": (lambda: cl(2, 1, 4, 5), True),
-    "channels-last of one pixel": (lambda: cl(2, 3, 1, 1), True),
-    "not a number": (lambda: torch.full((3,), torch.nan), True),
-    "image as HWC": (lambda: torch.randn(8, 9, 3).permute(2, 0, 1), True),
-    "transposed": (lambda: torch.randn(3, 4).t(), True),
-    "expanded": (lambda: torch.randn(1).expand(4), True),
-    "sliced": (lambda: sliced(torch.randn(4, 5)), True),
-    "strided": (lambda: torch.randn(8)[::2], True),
-    "conj": (lambda: torch.randn(3, dtype=torch.complex64).conj(), False),
-    "neg": (lambda: torch.randn(3, dtype=torch.complex64).conj().imag, False),
-    "channels-last": (lambda: cl(2, 3, 8, 9), True),
-    "channels-last of a column": (lambda: cl(2, 3, 4, 1), True),
-    "channels-last 3-d": (lambda: torch.randn(2, 3, 2, 3, 4).to(memory_format=torch.channels_last_3d), True),
-    "no elements": (lambda: torch.empty(0, 3), False),
-    "parameter": (lambda: torch.nn.Parameter(torch.randn(3), requires_grad=False), True),
-    "grad": (lambda: torch.randn(3, requires_grad=True), False),
-    "sparse": (lambda: torch.randn(3, 3).to_sparse(), False),
-    "meta": (lambda: torch.empty(3, device="meta"), False),
-    "mkldnn": (lambda: torch.randn(3, 3).to_mkldnn(), False),
-}
-
-
-def bits(tensor):
-    if tensor.is_meta:
-        return b""
-    return codec.encode(tensor.detach().resolve_conj().resolve_neg().clone().contiguous()).buffers
-
-
-def outcome(function, *args, **kwargs):
+def outcome(function, *args, **options):
     """What a call gives, or raises, as something to compare."""
     try:
-        tensor = function(*args, **kwargs)
+        return described(function(*args, **options))
     except Exception as error:
-        return type(error), str(error)
-    properties = type(tensor), tensor.dtype, tensor.shape, tensor.layout, tensor.device, tensor.requires_grad
-    content = [bytes(b) for b in bits(tensor)]
-    return (*properties, tensor.stride(), tensor.is_conj(), tensor.is_neg(), content)
+        return type(error), re.sub(r"0x\w+", "", str(error))
 
 
-def stacks_like_torch(writer, elements):
-    """Compares with torch's workers; returns whether the result lies in the arena."""
-    assert outcome(collate_tensor_fn, elements) == outcome(stack, elements)
-    try:
-        tensor = stack(elements)
-    except Exception:
-        return False
-    return tensor.layout is torch.strided and not tensor.is_meta and in_slot(writer, tensor)
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning", "ignore:.*deprecated.*:UserWarning")
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_stacking_is_torchs_bit_for_bit(kind, count, writer):
-    make, placed = KINDS[kind]
-    assert stacks_like_torch(writer, [make() for _ in range(count)]) == placed
-
-
-def nested():
-    return torch.nested.nested_tensor([torch.randn(2), torch.randn(3)])
-
-
-def quantized():
-    return torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
-
-
-PLAIN = torch.arange(6.0)
-MIXED = {
-    "shapes": lambda: [PLAIN, PLAIN[:5]],
-    "shapes of one size": lambda: [PLAIN.view(2, 3), PLAIN.view(3, 2)],
-    "dims": lambda: [PLAIN, PLAIN[:1], torch.tensor(1.0)],
-    "dtypes": lambda: [PLAIN, PLAIN.double()],
-    "dtypes, wide one first": lambda: [PLAIN.double(), PLAIN],
-    "devices": lambda: [PLAIN, PLAIN.to("meta")],
-    "devices, meta first": lambda: [PLAIN.to("meta"), PLAIN],
-    "layouts": lambda: [PLAIN.view(2, 3), PLAIN.view(2, 3).to_sparse()],
-    "grad in the last": lambda: [PLAIN, PLAIN.clone().requires_grad_()],
-    "parameter in the last": lambda: [PLAIN, torch.nn.Parameter(PLAIN.clone())],
-    "subclass": lambda: [PLAIN, PLAIN.as_subclass(type("Marked", (torch.Tensor,), {}))],
-    "memory formats": lambda: [cl(2, 3, 4, 5), torch.randn(2, 3, 4, 5)],
-    "nested": lambda: [nested(), nested()],
-    "nested in the last": lambda: [PLAIN, nested()],
-    "quantized": lambda: [quantized(), quantized()],
-    "an array": lambda: [PLAIN, PLAIN.numpy()],
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning", "ignore:.*deprecated.*:UserWarning")
-@pytest.mark.parametrize("make", MIXED.values(), ids=MIXED)
-def test_what_is_not_alike_is_stacked_or_refused_as_torch_does(make, writer):
-    stacks_like_torch(writer, make())
-
-
-def test_grad_under_no_grad_stacks_as_torch_does(writer):
-    with torch.no_grad():
-        stacks_like_torch(writer, [torch.randn(3, requires_grad=True) for _ in range(2)])
-
-
-def test_inference_tensors_stack_as_torch_does(writer):
-    with torch.inference_mode():
-        elements = [torch.randn(3) for _ in range(2)]
-    stacks_like_torch(writer, elements)
-
-
-def test_another_default_device_changes_nothing(writer):
-    elements = [torch.randn(3) for _ in range(2)]
-    with torch.device("meta"):
-        assert stacks_like_torch(writer, elements)
-
-
-def test_without_room_and_for_small_ones_it_is_the_workers_own_memory(writer):
-    elements = [torch.zeros(PAGE) for _ in range(5)]  # 20 pages
-    assert not stacks_like_torch(writer, elements)
-    assert stacks_like_torch(writer, elements[:1])
-    writer.small = 4 * PAGE
-    assert not stacks_like_torch(writer, elements[:1])
-
-
-def test_other_threads_stack_in_memory_of_their_own(writer):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(default_collate([PLAIN])))
-    thread.start()
-    thread.join()
-    assert not in_slot(writer, found[0])
-    assert in_slot(writer, default_collate([PLAIN]))
-
-
-Pair = namedtuple("Pair", "left right")
-
-
-def test_structures_and_arrays_are_collated_into_slots_and_not_copied_again(writer):
-    def sample(i):
-        return {
-            "pair": Pair(torch.full((3,), i), np.full((2, 2), i, np.int16)),
-            "scalars": (i, float(i), np.float32(i), f"{i}"),
-            "list": [torch.tensor(i)],
-        }
-
-    samples = [sample(i) for i in range(5)]
-    got, want = (
-        default_collate(samples),
-        collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: simply}),
-    )
-    assert type(got["pair"]) is Pair
-    assert got["scalars"][3] == want["scalars"][3]
-    tensors = [*got["pair"], *got["scalars"][:3], *got["list"]]
-    wanted = [*want["pair"], *want["scalars"][:3], *want["list"]]
-    assert all(outcome(lambda g=g: g) == outcome(lambda w=w: w) for g, w in zip(tensors, wanted, strict=True))
-    for tensor in (*got["pair"], *got["list"]):
-        slots = len(writer._slots)
-        assert writer.put(codec.encode(tensor).buffers[0]) is not None
-        assert len(writer._slots) == slots
-
-
-def simply(batch, *, collate_fn_map=None):
-    return torch.stack(batch)
-
-
-# ---- the map
-
-
-@pytest.fixture
-def restored_map():
-    before = dict(default_collate_fn_map)
-    yield
-    default_collate_fn_map.clear()
-    default_collate_fn_map.update(before)
-
-
-class Imported:
-    """Its module has added an entry when the worker imported it."""
-
-
-@pytest.mark.usefixtures("restored_map")
-def test_the_collate_map_is_the_drivers_in_the_drivers_order():
-    drivers = {Imported: collate_float_fn, **default_collate_fn_map, Fraction: collate_tensor_fn, str: simply}
-    del drivers[bytes]
-    default_collate_fn_map[complex] = default_collate_fn_map[Imported] = simply
-    adopt_collate_fn_map(drivers)
-    ours = {torch.Tensor: stack, Fraction: stack, int: whole_numbers, float: floats, Imported: floats}
-    expected = {**drivers, **ours, complex: simply}
-    assert list(default_collate_fn_map.items()) == list(expected.items())
-
-
-# ---- fresh tensors: those that nobody but torch's collate and ours has had
-
-
-@pytest.fixture
-def _workers_map(restored_map):
-    adopt_collate_fn_map(dict(default_collate_fn_map))
-    yield
-    collate_into(None)
-
-
-SAMPLES = {
-    "image and label": [(torch.randint(0, 256, (1, 5, 6), dtype=torch.uint8), label) for label in range(4)],
-    "dict of numbers": [{"x": torch.randn(3), "y": 0.1 * n, "n": -n} for n in range(3)],
-    "one row": [(torch.randn(2, 3), 5)],
-    "large whole numbers": [(torch.zeros(2), 2**62 + n) for n in range(2)],
-    "floats that are no numbers": [(torch.zeros(2), n) for n in (float("nan"), float("inf"), -0.0, 5e-324)],
-    "bools": [(torch.zeros(2), bool(n)) for n in range(2)],
-    "ints and bools": [(torch.zeros(2), n) for n in (5, True)],
-    "ints and floats": [(torch.zeros(2), n) for n in (5, 2.5)],
-    "floats and ints": [(torch.zeros(2), n) for n in (2.5, 5)],
-    "an int beyond floats": [(torch.zeros(2), n) for n in (2.5, 2**64)],
-    "NumPy's numbers": [(torch.zeros(2), n) for n in (np.int32(5), np.int32(6))],
-    "half": [(torch.randn(3).half(), n) for n in range(2)],
-    "bfloat16": [(torch.randn(3).bfloat16(), n) for n in range(2)],
-    "transposed": [(torch.randn(3, 4).t(), n) for n in range(2)],
-    "more than a slot of small ones": [(torch.randn(40, 41), n) for n in range(20)],
-}
-
-
-@pytest.mark.usefixtures("_workers_map")
-@pytest.mark.parametrize("name", SAMPLES)
-def test_fresh_tensors_are_sent_as_those_that_are_looked_at(name):
-    arena = Arena(64 * PAGE)
-    opened = ArenaWriter(arena.address)
-    opened.small = 4096
-    opened.begin()
-    reference = default_collate(SAMPLES[name])
-    fresh = into(opened, default_collate, SAMPLES[name])
-    batch = default_collate(SAMPLES[name])
-    encoded, looked_at = codec.encode(batch, fresh=fresh), codec.encode(batch)
-    assert encoded.skeleton == looked_at.skeleton
-    assert [bytes(buffer) for buffer in encoded.buffers] == [bytes(buffer) for buffer in looked_at.buffers]
-    assert codec.encode(reference).skeleton == encoded.skeleton
-    assert list(map(bytes, codec.encode(reference).buffers)) == list(map(bytes, encoded.buffers))
-
-
-@pytest.mark.usefixtures("_workers_map")
-def test_images_and_labels_are_fresh():
-    fresh = into(None, default_collate, SAMPLES["image and label"])
-    images, labels = default_collate(SAMPLES["image and label"])
-    assert [made.tensor for made in fresh.values()] == [images, labels]
-    assert [made.memory.nbytes for made in fresh.values()] == [images.nbytes, labels.nbytes]
-
-
-@pytest.mark.usefixtures("_workers_map")
-def test_an_int_that_is_too_large_raises_torchs_error():
-    samples = [(torch.zeros(2), 2**63)]
-    errors = []
-    for collate_fn in (None, default_collate):
-        into(None, collate_fn, samples)
-        with pytest.raises((RuntimeError, ValueError)) as caught:  # ValueError from torch 2.13 on
-            default_collate(samples)
-        errors.append((caught.type, str(caught.value)))
-    assert errors[0] == errors[1]
-
-
-@pytest.mark.usefixtures("_workers_map")
-def test_numbers_go_to_the_default_device():
-    with torch.device("meta"):
-        fresh = into(None, default_collate, [1, 2])
-        assert default_collate([1, 2]).is_meta
-    assert not fresh
-
-
-class OneMore(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        return made + 1 if "lift_fresh" in str(func) else made
-
-
-@pytest.mark.usefixtures("_workers_map")
-def test_a_mode_sees_the_numbers_that_become_a_tensor():
-    with OneMore():
-        into(None, default_collate, [1, 2])
-        assert default_collate([1, 2]).tolist() == [2, 3]
-
-
-@pytest.mark.usefixtures("_workers_map")
-def test_a_patch_of_torch_makes_the_numbers(monkeypatch):
-    monkeypatch.setattr(torch, "tensor", lambda *args, **named: torch.as_tensor(*args, **named) + 5)
-    into(None, default_collate, [1, 2])
-    assert default_collate([1, 2]).tolist() == [6, 7]
+# ---- what users have
 
 
 class Arrayed(list):
@@ -361,10 +106,6 @@ class Arrayed(list):
 
     def __array__(self, dtype=None, copy=None):
         return np.array([7, 8, 9], dtype)
-
-
-def own(batch, *, collate_fn_map=None):
-    return batch[0].resize_(1)  # of a tensor that default_collate has made
 
 
 class Lazy(Mapping):
@@ -386,6 +127,10 @@ class Lazy(Mapping):
         return default_collate([self.value, self.value]).resize_(4).fill_(self.value)
 
 
+class Marked(torch.Tensor):
+    """Stacks as others do."""
+
+
 class Twin(torch.Tensor):
     """Stacks into something else than it was told."""
 
@@ -405,40 +150,200 @@ class Grads(torch.Tensor):
         return out.requires_grad_() if func is torch.stack else out
 
 
-USERS = {
-    "a mapping": [Lazy(1), Lazy(2)],
-    "a mapping in a tuple": [(Lazy(1), 5), (Lazy(2), 6)],
-    "a mapping behind a dict": [{"a": 1, "b": 2}, Lazy(3)],
-    "a sequence of its own": Arrayed([1, 2, 3]),
-    "a tensor's class": [torch.zeros(3), torch.ones(3).as_subclass(Twin)],
-    "a tensor's class that asks for gradients": [torch.zeros(3), torch.ones(3).as_subclass(Grads)],
-    "no list": (1, 2, 3),
-    "bytes": b"123",
-}
+# ---- samples and batches
 
 
-@pytest.mark.usefixtures("_workers_map")
-@pytest.mark.parametrize("name", USERS)
-def test_what_the_users_code_may_have_had_is_not_fresh(name):
-    """With samples that run the user's code, all is as with a `collate_fn` of the user's."""
-    found = []
-    for collate_fn in (None, default_collate):
-        fresh = into(None, collate_fn, USERS[name])
-        try:
-            found.append(repr(default_collate(USERS[name])))
-        except Exception as error:
-            found.append(repr(error))
-        tensors = [made.tensor for made in fresh.values()]
-        assert not [tensor for tensor in tensors if tensor.requires_grad or tensor.numel() == 4]
-    assert re.sub(r"0x\w+", "", found[0]) == re.sub(r"0x\w+", "", found[1])
+def channels_last(*size):
+    return torch.randn(*size).contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.usefixtures("_workers_map")
-@pytest.mark.parametrize("change", ["own collate_fn", "own function in the map"])
-def test_what_functions_of_the_users_make_is_not_fresh(change):
-    if change == "own function in the map":
+PLAIN = [
+    *(lambda d=d: torch.randint(0, 2, (3, 4)).to(d) for d in (torch.uint8, torch.bool, torch.int64, torch.float64)),
+    *(lambda d=d: torch.randn(3, 4).to(d) for d in (torch.float32, torch.float16, torch.bfloat16, torch.complex64)),
+    lambda: torch.randn(3, 4).to(torch.float8_e4m3fn),
+    *(lambda size=size: torch.randn(size) for size in ((), (7,), (2, 3, 4, 5), (2, 1, 4, 5), (1, 2, 3, 1, 2, 2))),
+    *(lambda size=size: channels_last(*size) for size in ((2, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1), (2, 3, 4, 1))),
+    lambda: torch.randn(2, 3, 2, 3, 4).to(memory_format=torch.channels_last_3d),
+    lambda: torch.randn(8, 9, 3).permute(2, 0, 1),
+    lambda: torch.randn(1).expand(4),
+    lambda: torch.randn(8)[::2],
+    lambda: torch.full((3,), torch.nan),
+    lambda: torch.zeros([1] * 32 + [2]),
+    lambda: torch.nn.Parameter(torch.randn(3), requires_grad=False),
+]
+ODD = [
+    lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
+    lambda: torch.empty(0, 3),
+    lambda: torch.randn(3, requires_grad=True),
+    lambda: torch.nn.Parameter(torch.randn(3)),
+    *(lambda kind=kind: torch.randn(3).as_subclass(kind) for kind in (Marked, Twin, Grads)),
+    lambda: torch.randn(3, 3).to_sparse(),
+    lambda: torch.empty(3, device="meta"),
+    lambda: torch.randn(3, 3).to_mkldnn(),
+    lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+    lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
+]
+NUMBERS = [5, -7, True, 2.5, float("nan"), -0.0, 5e-324, 2**62, 2**63, 2**64, np.int32(5), np.float32(2.5)]
+OTHERS = ["a", b"b", None, np.zeros((2, 2), np.int16), np.array(["x"]), Fraction(1, 2), Lazy(1), Lazy(2)]
+leaves = st.sampled_from([*PLAIN, *ODD, *(lambda value=value: value for value in [*NUMBERS, *OTHERS])])
+
+
+def made(shape):
+    """A sample of this shape, with new random tensors."""
+    if callable(shape):
+        return shape()
+    if isinstance(shape, dict):
+        return {key: made(part) for key, part in shape.items()}
+    parts = [made(part) for part in shape]
+    return Pair(*parts) if type(shape) is Pair else type(shape)(parts)
+
+
+shapes = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner),
+        st.lists(inner, min_size=1, max_size=3),
+        st.dictionaries(st.sampled_from("ab"), inner, min_size=1),
+        st.builds(Pair, inner, inner),
+    ),
+    max_leaves=4,
+)
+
+
+@st.composite
+def batches(draw):
+    """Samples of one shape, of which one may have another; or numbers of any kinds, and no list perhaps."""
+    if draw(st.integers(0, 4)) == 0:
+        kind = draw(st.sampled_from([list, list, tuple, Arrayed]))
+        return kind(draw(st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=3)))
+    shape, count = draw(shapes), draw(st.integers(1, 3))
+    samples = [made(shape) for _ in range(count)]
+    if draw(st.integers(0, 3)) == 0:
+        samples[draw(st.integers(0, count - 1))] = made(draw(shapes))
+    return samples
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of nested and quantized tensors
+@given(samples=batches(), small=st.sampled_from([0, 100, 4096]))
+def test_batches_are_torchs_bit_for_bit_and_errors_too(opened, samples, small):
+    start(opened, small)
+    expected = outcome(collate, samples, collate_fn_map=TORCHS)
+    assert outcome(default_collate, samples) == expected
+    fresh = begin(opened, default_collate, samples)
+    assert outcome(default_collate, samples) == expected
+    fresh.clear()
+    try:
+        batch = default_collate(samples)
+    except Exception:  # of samples that torch refuses
+        return
+    encoded, looked_at = codec.encode(batch, fresh=fresh), codec.encode(batch)
+    assert encoded.skeleton == looked_at.skeleton
+    assert [*map(bytes, encoded.buffers)] == [*map(bytes, looked_at.buffers)]
+
+
+SAME = torch.arange(6.0)
+
+
+@pytest.mark.parametrize("surrounding", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
+def test_whatever_torch_is_told_to_do_with_tensors_they_stack_as_torchs_do(surrounding, writer):
+    elements = [torch.randn(3, requires_grad=surrounding is torch.no_grad) for _ in range(2)]
+    with surrounding():
+        assert outcome(stack, elements) == outcome(collate_tensor_fn, elements)
+        elements = [element.clone() for element in elements]
+    assert outcome(stack, elements) == outcome(collate_tensor_fn, elements)
+
+
+# ---- where they lie
+
+
+@pytest.mark.parametrize("make", [*PLAIN, lambda: np.zeros((2, 2), np.int16)])
+def test_large_tensors_lie_in_slots_and_are_not_copied_again(make, writer):
+    tensor = default_collate([{"a": make()} for _ in range(2)])["a"]
+    assert in_slot(writer, tensor)
+    slots = len(writer._slots)
+    assert writer.put(codec.encode(tensor).buffers[0]) is not None
+    assert len(writer._slots) == slots
+
+
+def test_without_room_for_small_ones_and_in_other_threads_it_is_the_workers_own_memory(writer):
+    found = [stack([torch.zeros(16 * PAGE)])]
+    thread = threading.Thread(target=lambda: found.append(default_collate([SAME])))
+    thread.start()
+    thread.join()
+    assert in_slot(writer, default_collate([SAME]))
+    writer.small = SAME.nbytes
+    assert in_slot(writer, default_collate([SAME, SAME]))
+    found.append(default_collate([SAME]))
+    assert [in_slot(writer, tensor) for tensor in found] == [False] * 3
+
+
+# ---- the map
+
+
+class Imported:
+    """Its module has added an entry when the worker imported it."""
+
+
+def simply(batch, *, collate_fn_map=None):
+    return torch.stack(batch)
+
+
+def test_the_collate_map_is_the_drivers_in_the_drivers_order(writer):
+    drivers = {Imported: collate_float_fn, **TORCHS, Fraction: collate_tensor_fn, str: simply}
+    del drivers[bytes]
+    default_collate_fn_map[complex] = default_collate_fn_map[Imported] = simply
+    adopt_collate_fn_map(drivers)
+    ours = {torch.Tensor: stack, Fraction: stack, int: whole_numbers, float: floats, Imported: floats}
+    assert list(default_collate_fn_map.items()) == list({**drivers, **ours, complex: simply}.items())
+
+
+# ---- fresh tensors: those that nobody but torch's collate and ours has had
+
+
+@pytest.mark.parametrize("make", [tuple, list, lambda sample: {"image": sample[0], "label": sample[1]}])
+def test_images_and_labels_are_fresh(make, writer):
+    for into, numbers in ((writer, [0, 1]), (None, [0.5, 1.0])):
+        samples = [make((torch.randint(0, 256, (1, 5, 6), dtype=torch.uint8), number)) for number in numbers]
+        fresh = begin(into, default_collate, samples)
+        batch = default_collate(samples)
+        tensors = list(batch.values()) if isinstance(batch, dict) else batch
+        assert list(map(id, tensors)) == [id(made.tensor) for made in fresh.values()]
+        assert [made.memory.nbytes for made in fresh.values()] == [tensor.nbytes for tensor in tensors]
+
+
+class OneMore(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return made + 1 if "lift_fresh" in str(func) else made
+
+
+@contextlib.contextmanager
+def a_patch():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda *args, **named: torch.as_tensor(*args, **named) + 5)
+        yield
+
+
+@pytest.mark.parametrize("surrounding", [lambda: torch.device("meta"), OneMore, a_patch])
+def test_what_changes_torchs_tensors_of_numbers_changes_ours(surrounding, writer):
+    unchanged = described(torch.arange(1, 3))
+    with surrounding():
+        fresh = begin(writer, default_collate, [1, 2])
+        found = outcome(default_collate, [1, 2])
+        assert found == outcome(collate, [1, 2], collate_fn_map=TORCHS) != unchanged
+    assert not fresh
+
+
+def own(batch, *, collate_fn_map=None):
+    return batch[0].resize_(1)  # of a tensor that default_collate has made
+
+
+@pytest.mark.parametrize("collate_fn", [own, default_collate], ids=["own collate_fn", "own function in the map"])
+def test_what_functions_of_the_users_make_is_not_fresh(collate_fn, writer):
+    if collate_fn is default_collate:
         default_collate_fn_map[Fraction] = own
-    fresh = into(None, default_collate if change == "own function in the map" else own, [1, 2, 3])
+    fresh = begin(None, collate_fn, [1, 2, 3])
     labels = default_collate([1, 2, 3])
     assert not fresh
     assert labels.resize_(4).tolist()[:3] == [1, 2, 3]  # as torch's, which has a storage of its own
@@ -454,14 +359,10 @@ def test_a_signal_handlers_exception_while_a_batch_is_stacked_is_raised(monkeypa
     monkeypatch.setattr(torch, "stack", interrupted)  # a frame below, as a handler's is
     with pytest.raises(RuntimeError, match="of a handler"):
         stack([torch.zeros(3), torch.ones(3)])
-    with pytest.raises(RuntimeError, match="Trying to resize storage that is not resizable"):
-        stack([torch.zeros(3), torch.zeros(2)])
 
 
-@pytest.mark.parametrize("dimensions", [32, 33, 64])
-def test_tensors_of_many_dimensions_arrive(dimensions):
-    tensor = torch.arange(2).reshape([1] * (dimensions - 1) + [2])
+def test_tensors_of_many_dimensions_arrive():
+    tensor = torch.arange(2).reshape([1] * 63 + [2])
     encoded = codec.encode(tensor)
     decoded = codec.decode(encoded.skeleton, [bytearray(buffer) for buffer in encoded.buffers])
-    assert torch.equal(decoded, tensor)
-    assert decoded.stride() == tensor.stride()
+    assert described(decoded) == described(tensor)

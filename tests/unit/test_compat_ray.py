@@ -1,7 +1,6 @@
 """What Ray says of the end of processes, and what of it reaches the user; and a Ray that lacks a private name."""
 
 import ast
-import logging
 import re
 import sys
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
 from documents import ROOT
 from lacking import Changed, ray_without
-from rayloader.actors import _compat_ray, placement
+from rayloader.actors import _compat_ray
 from rayloader.actors._compat_ray import NAMES, OTHERS, said_of_end
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
@@ -31,14 +30,14 @@ SEEN = (
 )
 
 
-@pytest.mark.parametrize("advice", ["", *ADVICE])
-def test_that_a_process_is_gone_is_nothing_new(advice):
-    assert said_of_end(DIED + FIELDS + SEEN + advice) == ""
+NODE_DIED = "The actor is dead because its node has died. Node Id: 1e9e6ce2"
 
 
-def test_what_else_ray_knows_remains():
-    why = "The actor is dead because its node has died. Node Id: 1e9e6ce2"
-    assert said_of_end(f"{DIED}{FIELDS}{why}\n") == f"{DIED} {why}"
+@pytest.mark.parametrize(
+    ("said", "new"), [*((SEEN + more, "") for more in ["", *ADVICE]), (f"{NODE_DIED}\n", NODE_DIED)]
+)
+def test_that_a_process_is_gone_is_nothing_new_and_what_else_ray_knows_remains(said, new):
+    assert said_of_end(DIED + FIELDS + said) == (f"{DIED} {new}" if new else "")
 
 
 # --- a Ray that lacks a name
@@ -69,17 +68,6 @@ def test_all_names_that_the_file_uses_are_listed_and_used():
     assert not {chain for chain in chains if re.match(r"(?!self\.)[\w.]+\._(?!_)", chain)}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_this_ray_lacks_is_said_once(name, caplog):
-    _compat_ray.tell_lacks(ray)
-    assert caplog.messages == [], "this version has all of them"
-    lacking = without(name)
-    for _ in range(2):
-        _compat_ray.tell_lacks(lacking)
-    assert [name in message for message in caplog.messages] == [True]
-    assert all(record.levelno == logging.WARNING for record in caplog.records)
-
-
 def connected(job="01", session="session_1", **members):
     """A Ray as `connection_of` sees it, and a function that shuts it down."""
     context = SimpleNamespace(get_session_name=lambda: session, get_job_id=lambda: job)
@@ -98,22 +86,6 @@ def connected(job="01", session="session_1", **members):
     return module, shut_down
 
 
-NODES = [{"node": SimpleNamespace(session_name="session_1")}, {"node": SimpleNamespace()}, {}]
-
-
-@pytest.mark.parametrize("members", NODES, ids=["all", "no session name", "no node"])
-@pytest.mark.parametrize("path", ["", "_private.worker.global_worker.connected", "_private.worker.global_worker"])
-def test_a_connection_is_one_object_until_it_ends(members, path):
-    whole, shut_down = connected(**members)
-    module = Changed(whole, path) if path else whole
-    connection = _compat_ray.connection_of(module)
-    assert connection is not None
-    assert _compat_ray.connection_of(module) is connection
-    assert _compat_ray.session_name_of(module, connection) == "session_1"
-    shut_down()
-    assert _compat_ray.connection_of(module) is None
-
-
 @pytest.mark.parametrize("other", [{"job": "02"}, {"session": "session_2"}])
 def test_another_connection_is_another_object(other):
     before, after = (_compat_ray.connection_of(connected(**one)[0]) for one in ({}, other))
@@ -121,14 +93,11 @@ def test_another_connection_is_another_object(other):
     assert after is not before
 
 
-def test_a_connection_by_a_client_is_none(monkeypatch):
-    module, _ = connected()
-    monkeypatch.setattr(ray.util.client, "ray", SimpleNamespace(is_connected=lambda: True))
-    assert _compat_ray.connection_of(Changed(module, "_private")) is None
-
-
-def test_a_connection_that_ends_meanwhile_is_none():
+def test_a_connection_by_a_client_or_one_that_ends_meanwhile_is_none(monkeypatch):
     module, shut_down = connected()
+    with monkeypatch.context() as patch:
+        patch.setattr(ray.util.client, "ray", SimpleNamespace(is_connected=lambda: True))
+        assert _compat_ray.connection_of(Changed(module, "_private")) is None
 
     def session_name():
         shut_down()
@@ -157,35 +126,6 @@ def test_the_cluster_is_what_the_gcs_and_the_autoscaler_say():
     assert _compat_ray.cluster_status(answering(ray, **STATUS, **none), 1.0) == (REPLY, {})
     without_key = without("_private.ray_constants.DEBUG_AUTOSCALING_STATUS")
     assert _compat_ray.cluster_status(answering(without_key, **STATUS, **REPORT), 1.0) == (REPLY, {})
-
-
-@pytest.mark.parametrize(
-    "lacking",
-    [
-        lambda: answering(ray, **STATUS),
-        lambda: answering(ray, **REPORT),
-        lambda: without("_private.worker.global_worker.gcs_client"),
-        lambda: answering(without("core.generated.autoscaler_pb2.GetClusterStatusReply"), **STATUS, **REPORT),
-    ],
-    ids=["report", "status", "client", "reply"],
-)
-def test_where_the_gcs_cannot_be_asked_the_cluster_is_not_known(lacking, monkeypatch):
-    monkeypatch.setattr(placement, "ray", lacking())
-    placed = placement.Placement(lambda: True, lambda: None)
-    placed._ask()
-    assert placed.status is None
-
-
-def test_an_actor_waits_for_its_node_where_ray_knows_nothing_else():
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-
-    def public(node_id, soft):
-        return affinity(node_id, soft)
-
-    path = "util.scheduling_strategies.NodeAffinitySchedulingStrategy"
-    strategy = _compat_ray.node_first(Changed(ray, path, public), NODE)
-    assert strategy.soft
-    assert not strategy._spill_on_unavailable
 
 
 def test_that_ray_train_hides_its_loaders_is_said_when_one_might_be_read(monkeypatch, caplog):

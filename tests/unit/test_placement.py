@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.util.scheduling_strategies import (
     In,
     NodeAffinitySchedulingStrategy,
@@ -76,19 +77,12 @@ def gives_up(placement, pending, waited):
 # ---- what they ask for
 
 
-@pytest.mark.parametrize(
-    ("total", "remote_args", "asked"),
-    [
-        ({"CPU": 4.0}, {}, 1),
-        ({"CPU": 1.0}, {"num_cpus": 0.25}, 0.25),
-        ({"CPU": 0.0}, {}, 1),
-        ({"CPU": 4.0, session.OVERSUBSCRIBE_RESOURCE: 1.0}, {}, 0),
-        ({"CPU": 4.0, session.OVERSUBSCRIBE_RESOURCE: 1.0}, {"num_cpus": 2}, 2),
-    ],
-    ids=["joined", "the user's", "a head that is to stay free", "ours", "the user's in ours"],
-)
-def test_each_asks_for_what_it_is_told_and_otherwise_for_a_cpu(place, total, remote_args, asked):
+@pytest.mark.parametrize("cpus", [0.0, 4.0])  # a head may be to stay free
+@pytest.mark.parametrize(("ours", "remote_args", "asked"), [(0, {}, 1), (1, {}, 0), (0, {"num_cpus": 0.25}, 0.25)])
+def test_each_asks_for_what_it_is_told_and_otherwise_for_a_cpu(place, cpus, ours, remote_args, asked):
+    total = {"CPU": cpus} | ({session.OVERSUBSCRIBE_RESOURCE: 1.0} if ours else {})
     assert place(status(node(**total))).options(remote_args)["num_cpus"] == asked
+    assert place(status(node(**total))).options({"num_cpus": 2})["num_cpus"] == 2
 
 
 @pytest.mark.parametrize(
@@ -130,34 +124,33 @@ def test_the_users_strategy_stays(place, strategy, had_room):
 LACKS = ((Want({"CPU": 1.0}), 2),)
 OTHERS = ((Want({"GPU": 1.0}), 2),)
 ONE = ((Want({"CPU": 1.0}), 1),)
+LIMITS = {
+    "no room": (status(demand=LACKS), [Pending(), Pending()], START_TIMEOUT_S),
+    "no room for one": (status(demand=ONE), [Pending(), Pending()], START_TIMEOUT_S),
+    "they start": (status(), [Pending(), Pending()], LONG_START_TIMEOUT_S),
+    "others have no room": (status(demand=OTHERS), [Pending(), Pending()], LONG_START_TIMEOUT_S),
+    "nodes come": (status(demand=LACKS, coming=1), [Pending(), Pending()], LONG_START_TIMEOUT_S),
+    "a node that is full": (status(), [Pending(had_room=False)], START_TIMEOUT_S),
+    "a node with room": (status(), [Pending(had_room=True)], LONG_START_TIMEOUT_S),
+    "nothing asked for": (status(demand=LACKS), [Pending(num_cpus=0)], LONG_START_TIMEOUT_S),
+}
 
 
-@pytest.mark.parametrize(
-    ("known", "pending", "limit"),
-    [
-        (status(demand=LACKS), [Pending(), Pending()], START_TIMEOUT_S),
-        (status(demand=ONE), [Pending(), Pending()], START_TIMEOUT_S),
-        (status(demand=()), [Pending(), Pending()], LONG_START_TIMEOUT_S),
-        (status(demand=OTHERS), [Pending(), Pending()], LONG_START_TIMEOUT_S),
-        (status(demand=LACKS, coming=1), [Pending(), Pending()], LONG_START_TIMEOUT_S),
-        (status(demand=()), [Pending(had_room=False)], START_TIMEOUT_S),
-        (status(demand=()), [Pending(had_room=True)], LONG_START_TIMEOUT_S),
-        (status(demand=LACKS), [Pending(num_cpus=0)], LONG_START_TIMEOUT_S),
-    ],
-    ids=[
-        "no room",
-        "no room for one",
-        "they start",
-        "others have no room",
-        "nodes come",
-        "a node that is full",
-        "a node with room",
-        "nothing asked for",
-    ],
-)
-def test_one_limit_longer_where_something_happens(place, known, pending, limit):
+@pytest.mark.parametrize("name", LIMITS)
+def test_one_limit_longer_where_something_happens_or_the_users(place, monkeypatch, name):
+    known, pending, limit = LIMITS[name]
     assert not gives_up(place(known), pending, limit - 1)
     assert gives_up(place(known), pending, limit)
+    monkeypatch.setenv(START_TIMEOUT_VARIABLE, "3")
+    assert not gives_up(place(known), pending, 2)
+    assert gives_up(place(known), pending, 3)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_a_limit_that_is_none_is_refused(place, monkeypatch, text):
+    monkeypatch.setenv(START_TIMEOUT_VARIABLE, text)
+    with pytest.raises(ValueError, match=rf"{START_TIMEOUT_VARIABLE} must be a number of seconds >= 0, got '{text}'"):
+        place(status()).check([Pending()], 1, 1.0)
 
 
 def test_nodes_that_have_just_come_may_be_given_work(place):
@@ -170,22 +163,6 @@ def test_nodes_that_have_just_come_may_be_given_work(place):
     assert gives_up(placement, [Pending()], 152)
 
 
-@pytest.mark.parametrize("known", [status(demand=LACKS), status(demand=()), status(demand=LACKS, coming=1)])
-def test_the_users_limit_counts_for_all(place, monkeypatch, known):
-    monkeypatch.setenv(START_TIMEOUT_VARIABLE, "3")
-    assert not gives_up(place(known), [Pending()], 2)
-    assert gives_up(place(known), [Pending()], 3)
-
-
-def test_before_ray_has_said_where_they_are_the_error_says_that(place):
-    young = Pending()
-    young.created_at = NOW
-    for known, said in ((status(demand=()), "node 10.0.0.1 has CPU 0 free"), (None, "Ray's GCS does not answer")):
-        assert not gives_up(place(known), [young], LONG_START_TIMEOUT_S - 1)
-        with pytest.raises(WorkerStartError, match=f"not said yet whether there is room: each asks for CPU 1; {said}"):
-            place(known).check([young], 1, LONG_START_TIMEOUT_S)
-
-
 # ---- what is said
 
 
@@ -195,119 +172,75 @@ def said(place, known, *pending, of=2):
     return str(caught.value)
 
 
-def test_the_error_says_what_no_node_has_and_what_to_change(place):
-    nodes = node(CPU=2.0, free={"CPU": 0.0}), node(AWAY, "10.0.0.2", CPU=16.0), node("c" * 56, CPU=2.0)
-    text = said(place, status(*nodes, demand=((Want({"CPU": 32.0}), 2),)), Pending(num_cpus=32), Pending(num_cpus=32))
-    assert text == (
-        "2 of 2 DataLoader workers did not start within 60 s. Ray has found no room for 2 of them: each asks for CPU "
-        "32; each of 2 nodes has CPU 2 in all, node 10.0.0.2 has CPU 16 in all. Remedies: lower num_workers, end what "
-        "holds these resources, ask for others in ray_remote_args (num_cpus=0 shares CPUs), or raise the environment "
-        "variable RAYLOADER_START_TIMEOUT (seconds) if nodes or processes are still starting"
-    )
-
-
-GROUP = SimpleNamespace(id=SimpleNamespace(hex=lambda: "9f2c"))
+def test_before_ray_has_said_where_they_are_the_error_says_that(place):
+    young = Pending()
+    young.created_at = NOW
+    for known, part in ((status(), "node 10.0.0.1 has CPU 0 free"), (None, "Ray's GCS does not answer")):
+        assert not gives_up(place(known), [young], LONG_START_TIMEOUT_S - 1)
+        assert f"not said yet whether there is room: each asks for CPU 1; {part}" in said(place, known, young)
 
 
 def in_group(index):
     strategy = PlacementGroupSchedulingStrategy(None, index)
-    strategy.placement_group = GROUP
-    return strategy
+    strategy.placement_group = SimpleNamespace(id=SimpleNamespace(hex=lambda: "9f2c"))
+    return {"scheduling_strategy": strategy}
+
+
+TWO = node(CPU=2.0)
+LARGE = node(AWAY, "10.0.0.2", CPU=16.0)
+FULL = node(AWAY, CPU=2.0, free={"CPU": 0.0})
+EARTH = node(CPU=2.0, labels={"place": "earth"})
+MOON = node(AWAY, CPU=2.0, labels={"place": "moon"}, free={"CPU": 0.0})
+MEMORY = node(CPU=2.0, memory=8.0 * GIB, free={"memory": 1.0 * GIB})
+DISK = node(AWAY, CPU=2.0, disk=1.0, free={"disk": 0.0})
+GROUP = node(CPU=2.0, CPU_group_9f2c=1.0, free={"CPU_group_9f2c": 0.0})
+NO_CPU = {"num_cpus": 0}
+TO_AWAY = {"scheduling_strategy": NodeAffinitySchedulingStrategy(AWAY, soft=False)}
+BY_LABEL = {"scheduling_strategy": NodeLabelSchedulingStrategy(hard={"place": In("moon")})}
+ROOM = "node 10.0.0.1 has room, if the scheduling_strategy allows it"
 
 
 @pytest.mark.parametrize(
     ("nodes", "options", "parts"),
     [
         (
-            [node(CPU=2.0, free={"CPU": 0.0})],
+            [FULL],
             {},
-            ["asks for CPU 1; node 10.0.0.1 has CPU 0 free of 2"],
-        ),
-        (
-            [node(CPU=2.0, memory=8.0 * GIB, free={"memory": 1.0 * GIB})],
-            {"num_cpus": 0, "memory": 4 * GIB},
-            ["asks for memory 4 GiB; node 10.0.0.1 has memory 1 GiB free of 8 GiB"],
-        ),
-        (
-            [node(CPU=2.0)],
-            {"num_cpus": 0, "num_gpus": 1},
-            ["asks for GPU 1; node 10.0.0.1 has GPU 0 in all"],
-        ),
-        (
-            [node(CPU=2.0), node(AWAY, CPU=2.0, disk=1.0, free={"disk": 0.0})],
-            {"num_cpus": 0, "resources": {"disk": 1}},
-            ["node 10.0.0.1 has disk 0 in all", "node 10.0.0.1 has disk 0 free of 1"],
-        ),
-        ([node(CPU=2.0)], {"accelerator_type": "A100"}, ["asks for CPU 1, accelerator_type:A100 0.001; node"]),
-        (
             [
-                node(CPU=2.0, labels={"place": "earth"}),
-                node(AWAY, CPU=2.0, labels={"place": "moon"}, free={"CPU": 0.0}),
-            ],
-            {"label_selector": {"place": "in(moon, mars)"}},
-            ["node 10.0.0.1 has other labels", "node 10.0.0.1 has CPU 0 free of 2"],
-        ),
-        (
-            [node(CPU=2.0, labels={"place": "earth"})],
-            {"label_selector": {"place": "!earth"}},
-            ["has other labels"],
-        ),
-        (
-            [node(CPU=2.0), node(AWAY, CPU=2.0, free={"CPU": 0.0})],
-            {"scheduling_strategy": NodeAffinitySchedulingStrategy(AWAY, soft=False)},
-            [f"asks for CPU 1, node {AWAY}; ", "node 10.0.0.1 is another", "has CPU 0 free of 2"],
-        ),
-        (
-            [node(CPU=2.0, CPU_group_9f2c=1.0, free={"CPU_group_9f2c": 0.0})],
-            {"scheduling_strategy": in_group(-1)},
-            [
-                "asks for CPU_group_9f2c 1; ",
-                "has CPU_group_9f2c 0 free of 1",
+                "asks for CPU 1; node 10.0.0.1 has CPU 0 free of 2",
+                "Remedies: lower num_workers",
+                "RAYLOADER_START_TIMEOUT (s",
             ],
         ),
-        ([node(CPU=2.0)], {"scheduling_strategy": in_group(1)}, ["asks for CPU_group_1_9f2c 1, CPU_group_9f2c 1; "]),
-        (
-            [node(CPU=2.0)],
-            {"scheduling_strategy": "SPREAD"},
-            ["asks for CPU 1; node 10.0.0.1 has room, if the scheduling_strategy allows it"],
-        ),
-        (
-            [node(CPU=2.0)],
-            {"scheduling_strategy": NodeLabelSchedulingStrategy(hard={"place": In("moon")})},
-            ["node 10.0.0.1 has room, if the scheduling_strategy allows it"],
-        ),
-    ],
-    ids=[
-        "cpu",
-        "memory",
-        "gpu",
-        "resource",
-        "accelerator",
-        "label",
-        "not-label",
-        "node",
-        "group",
-        "bundle",
-        "spread",
-        "node-label",
+        ([TWO, LARGE, FULL], {"num_cpus": 32}, ["each of 2 nodes has CPU 2 in all, node 10.0.0.2 has CPU 16 in all"]),
+        ([MEMORY], {**NO_CPU, "memory": 4 * GIB}, ["asks for memory 4 GiB; node 10.0.0.1 has memory 1 GiB free of 8"]),
+        ([TWO], {**NO_CPU, "num_gpus": 1}, ["asks for GPU 1; node 10.0.0.1 has GPU 0 in all"]),
+        ([TWO, DISK], {**NO_CPU, "resources": {"disk": 1}}, ["1 has disk 0 in all", "1 has disk 0 free of 1"]),
+        ([TWO], {"accelerator_type": "A100"}, ["asks for CPU 1, accelerator_type:A100 0.001; node"]),
+        ([EARTH, MOON], {"label_selector": {"place": "in(moon, mars)"}}, ["has other labels", "has CPU 0 free of 2"]),
+        ([EARTH], {"label_selector": {"place": "!earth"}}, ["has other labels"]),
+        ([TWO, FULL], TO_AWAY, [f"asks for CPU 1, node {AWAY}; ", "node 10.0.0.1 is another", "has CPU 0 free of 2"]),
+        ([GROUP], in_group(-1), ["asks for CPU_group_9f2c 1; ", "has CPU_group_9f2c 0 free of 1"]),
+        ([TWO], in_group(1), ["asks for CPU_group_1_9f2c 1, CPU_group_9f2c 1; "]),
+        ([TWO], {"scheduling_strategy": "SPREAD"}, [f"asks for CPU 1; {ROOM}"]),
+        ([TWO], BY_LABEL, [ROOM]),
     ],
 )
 def test_whatever_lacks_is_named(place, nodes, options, parts):
     text = said(place, status(*nodes), Pending(had_room=False, **options))
-    for part in parts:
-        assert part in text
+    assert [part in text for part in parts] == [True] * len(parts), text
     assert "object at 0x" not in text
 
 
-def test_nodes_that_come_and_a_cluster_without_any_are_said(place):
+STARTING = "of them have their place: Ray is starting these processes, and they import torch"
+
+
+def test_what_else_is_known_is_said(place):
+    """Nodes that come, or that there is none; and those that have a place are no lack of room."""
     assert "an autoscaler is starting 3 more. Remedies" in said(place, status(demand=LACKS, coming=3), Pending())
-    text = said(place, ClusterStatus((), LACKS, at=NOW), Pending())
-    assert "each asks for CPU 1; Ray has no live node" in text
-
-
-def test_those_that_have_a_place_and_do_not_start_are_another_matter(place):
-    text = said(place, status(demand=()), Pending())
-    assert text.startswith("1 of 2 DataLoader workers did not start within 600 s. 1 of them have their place: ")
+    assert "each asks for CPU 1; Ray has no live node" in said(place, ClusterStatus((), LACKS, at=NOW), Pending())
+    text = said(place, status(), Pending())
+    assert text.startswith(f"1 of 2 DataLoader workers did not start within 600 s. 1 {STARTING}")
     assert "no room" not in text
 
 
@@ -317,16 +250,33 @@ def test_what_is_waited_for_is_said_and_what_starts_is_no_lack_of_room(place, ca
     pending = [*[Pending(had_room=True)] * 3, *[Pending()] * 3]
     place(status(full, demand=LACKS)).tell(pending, 8)
     place(status(full)).tell(pending, 8)
-    assert caplog.messages == [
-        "rayloader: waiting for 6 of 8 worker processes. Ray has found no room for 2 of them: each asks for "
-        "CPU 1; node 10.0.0.1 has CPU 0 free of 6. 4 of them have their place: Ray is starting these processes, and "
-        "they import torch",
-        "rayloader: waiting for 6 of 8 worker processes. 6 of them have their place: Ray is starting these processes, "
-        "and they import torch",
-    ]
+    lacking = "Ray has found no room for 2 of them: each asks for CPU 1; node 10.0.0.1 has CPU 0 free of 6. 4 "
+    waiting = "rayloader: waiting for 6 of 8 worker processes. "
+    assert caplog.messages == [f"{waiting}{lacking}{STARTING}", f"{waiting}6 {STARTING}"]
 
 
-# ---- which nodes are coming
+# ---- what Ray says of the cluster
+
+
+def test_the_cluster_is_read_from_what_ray_answers(monkeypatch):
+    reply = GetClusterStatusReply()
+    state = reply.cluster_resource_state
+    for number, alive in ((1, True), (2, False)):
+        one = state.node_states.add(node_id=bytes([number]), node_ip_address="10.0.0.1", status=1 if alive else 2)
+        one.total_resources["CPU"], one.available_resources["CPU"], one.labels["place"] = 4.0, 1.0, "earth"
+    demand = state.pending_resource_requests.add(count=3)
+    demand.request.resources_bundle["CPU"] = 2.0
+    demand.request.label_selectors.add().label_constraints.add(label_key="place", label_values=["moon"], operator=1)
+    state.pending_gang_resource_requests.add().requests.add().resources_bundle["GPU"] = 1.0
+    monkeypatch.setattr(placement, "cluster_status", lambda ray, limit: (reply, {}))
+    heard = Placement(lambda: True, lambda: None)
+    heard._ask()
+    assert heard.status == ClusterStatus(
+        (Node("01", "10.0.0.1", {"CPU": 4.0}, {"CPU": 1.0}, {"place": "earth"}),),
+        ((Want({"CPU": 2.0}, [[("place", frozenset({"moon"}), True)]]), 3),),
+        (Want({"GPU": 1.0}, []),),
+        at=heard.status.at,
+    )
 
 
 def version_2(requests=(), instances=0):
@@ -339,13 +289,12 @@ def version_2(requests=(), instances=0):
 @pytest.mark.parametrize(
     ("state", "report", "coming"),
     [
-        (version_2(), {}, 0),
         (version_2([2, 1], 1), {}, 4),
         (version_2(), {"pending_launches": {"data": 2}, "pending_nodes": [["10.0.0.3", "data", "setting-up"]]}, 3),
         (version_2(), {"pending_launches": {}, "pending_nodes": [["10.0.0.3", "node_ffff", "up-to-date"]]}, 0),
         (version_2(), None, 0),
     ],
-    ids=["none", "version 2", "version 1", "one that only watches", "one that has not begun"],
+    ids=["version 2", "version 1", "one that only watches", "one that has not begun"],
 )
 def test_both_autoscalers_are_asked_what_they_start(monkeypatch, state, report, coming):
     monkeypatch.setattr("rayloader.actors.placement.time", SimpleNamespace(time=lambda: NOW))

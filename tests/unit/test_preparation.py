@@ -186,35 +186,15 @@ def test_what_was_copied_is_let_go_of_in_the_store(engine):
     assert engine.take().eq(3).all()
 
 
-def test_small_batches_wait_for_no_thread(engine):
-    engine.start().wait_until_idle()
-    with engine.lock:
-        engine.schedule.deliverable.append(Task(0, None, result=result(1, SMALL_BYTES)))
-    assert engine.first().eq(1).all()
-
-
-def test_the_user_waits_for_a_copy_that_is_under_way_and_may_take_its_batch_back(engine):
+def test_small_batches_wait_for_no_thread_and_large_ones_for_their_copy(engine):
+    """A batch may be taken back meanwhile."""
     engine.hold_up().start(result(1), result(2))
     assert engine.copying.wait(LIMIT_S)
     assert engine.first() is None
     engine.take_back()
     engine.go_on.set()
     assert engine.take().eq(2).all()
-
-
-def test_closing_in_the_midst_of_a_copy_ends_the_thread(engine):
-    engine.hold_up().start(result(1))
-    assert engine.copying.wait(LIMIT_S)
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    engine.go_on.set()
-    closing.join(LIMIT_S)
-    assert not closing.is_alive()
-
-
-def test_what_ends_the_thread_is_raised_to_the_user_each_time(engine, monkeypatch):
-    monkeypatch.setattr(engine.copies, "copy", lambda buffer: 1 // 0)
-    engine.start(result(1))
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            engine.take()
+    engine.wait_until_idle()
+    with engine.lock:
+        engine.schedule.deliverable.append(Task(0, None, result=result(3, SMALL_BYTES)))
+    assert engine.first().eq(3).all()

@@ -1,8 +1,6 @@
 """Who builds: whether a program uses Ray, and what a loader's own arguments ask for. Without Ray."""
 
-import multiprocessing
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -29,38 +27,34 @@ def import_ray(monkeypatch, *, connected):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: connected))
 
 
-def test_a_program_without_ray_does_not_use_it():
-    assert not ray_use.is_used()
-
-
-@pytest.mark.parametrize(("address", "used"), [("auto", True), ("local", True), ("10.0.0.1:6379", True), ("", False)])
-def test_a_ray_that_the_environment_names_is_used(address, used, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", address)
+@pytest.mark.parametrize(
+    ("address", "asked", "connected", "own", "used"),
+    [
+        (None, False, None, False, False),
+        ("auto", False, None, False, True),
+        ("local", False, None, False, True),
+        ("10.0.0.1:6379", False, None, False, True),
+        ("", False, None, False, False),
+        (None, True, None, False, True),
+        (None, False, False, False, False),
+        (None, False, True, False, True),
+        (None, False, True, True, False),  # it was started for one loader, and does not count for others
+        (None, True, True, True, True),
+    ],
+)
+def test_ray_is_used_where_it_is_named_asked_for_or_connected(address, asked, connected, own, used, monkeypatch):
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    if connected is not None:
+        import_ray(monkeypatch, connected=connected)
+    monkeypatch.setattr(ray_use, "asked", asked)
+    monkeypatch.setattr(ray_use, "is_own", lambda: own)
     assert ray_use.is_used() is used
-
-
-def test_a_ray_that_was_asked_for_is_used(monkeypatch):
-    monkeypatch.setattr(ray_use, "asked", True)
-    assert ray_use.is_used()
-
-
-@pytest.mark.parametrize("connected", [False, True])
-def test_a_ray_counts_once_the_program_is_connected(connected, monkeypatch):
-    import_ray(monkeypatch, connected=connected)
-    assert ray_use.is_used() is connected
 
 
 def test_a_ray_that_another_thread_still_imports_does_not_count(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     assert not ray_use.is_used()
-
-
-def test_a_ray_that_was_started_for_one_loader_does_not_count_for_others(monkeypatch):
-    import_ray(monkeypatch, connected=True)
-    monkeypatch.setattr(ray_use, "is_own", lambda: True)
-    assert not ray_use.is_used()
-    monkeypatch.setattr(ray_use, "asked", True)
-    assert ray_use.is_used()
 
 
 @pytest.mark.parametrize("connected", [False, True])
@@ -91,14 +85,6 @@ def built_by(monkeypatch):
     return kind
 
 
-ASK_FOR_ACTORS = {
-    "ray_remote_args": {"ray_remote_args": {"num_cpus": 0}},
-    "arenas": {"arenas": False},
-    "'spawn'": {"multiprocessing_context": "spawn"},
-    "'forkserver'": {"multiprocessing_context": "forkserver"},
-}
-
-
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("given", [{}, {"multiprocessing_context": "fork"}, {"ray_remote_args": {}}], ids=str)
 def test_where_a_loader_does_not_say_the_program_decides(given, used, built_by, monkeypatch):
@@ -108,9 +94,16 @@ def test_where_a_loader_does_not_say_the_program_decides(given, used, built_by, 
     assert built_by(DataLoader(range(4), num_workers=1, **given, workers="ray")) == "actors"
 
 
-@pytest.mark.parametrize("reason", ASK_FOR_ACTORS)
-def test_arguments_of_actors_ask_for_them_for_that_loader_alone(reason, built_by):
-    given = ASK_FOR_ACTORS[reason]
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"ray_remote_args": {"num_cpus": 0}}, "ray_remote_args"),
+        ({"arenas": False}, "arenas"),
+        ({"multiprocessing_context": "spawn"}, "'spawn'"),
+        ({"multiprocessing_context": "forkserver"}, "'forkserver'"),
+    ],
+)
+def test_arguments_of_actors_ask_for_them_for_that_loader_alone(given, reason, built_by):
     assert built_by(DataLoader(range(4), num_workers=1, **given)) == "actors"
     assert built_by(DataLoader(range(4), num_workers=1)) == "forks"
     with pytest.raises(ValueError, match=f'workers="fork" makes workers forks of this process, but .*{reason}'):
@@ -128,31 +121,23 @@ def test_a_replica_that_ray_cannot_send_is_given_to_forks(built_by, monkeypatch)
     assert built_by(DataLoader(range(4), num_workers=1)) == "forks"
 
 
-@pytest.mark.parametrize("default", ["fork", "forkserver", "spawn"])
-def test_the_default_start_method_of_a_python_is_no_choice_of_the_program(default):
+@pytest.mark.parametrize(
+    ("default", "chosen", "count"),
+    [("fork", "spawn", 1), ("fork", "forkserver", 1), ("fork", "fork", 0), ("forkserver", None, 0)],
+)
+def test_a_start_method_that_the_program_chooses_gives_forks_and_one_warning(default, chosen, count):
+    """The default of a Python, which is "forkserver" from 3.14 on, is no choice of the program."""
     program = f"""
-import multiprocessing, sys
+import multiprocessing, sys, warnings
 from multiprocessing.context import _concrete_contexts, _default_context
 _default_context._default_context = _concrete_contexts[{default!r}]
 methods = sorted(_concrete_contexts, key={default!r}.__ne__)
 multiprocessing.get_all_start_methods = _default_context.get_all_start_methods = lambda: methods
 from rayloader import DataLoader
+if {chosen!r} is not None:
+    multiprocessing.set_start_method({chosen!r})
 lock = multiprocessing.Lock()  # now it is as if it had been chosen
-assert multiprocessing.get_start_method(allow_none=True) == {default!r}
-for workers in "fork", "auto":
-    assert list(DataLoader(range(4), 2, num_workers=1, collate_fn=list, workers=workers)) == [[0, 1], [2, 3]]
-assert "ray" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("method", "count"), [("spawn", 1), ("forkserver", 1), ("fork", 0)])
-def test_a_start_method_of_the_program_gives_forks_and_one_warning(method, count):
-    program = f"""
-import multiprocessing, os, sys, warnings
-from rayloader import DataLoader
-multiprocessing.set_start_method({method!r})
+assert multiprocessing.get_start_method(allow_none=True) == {chosen or default!r}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     list(DataLoader(range(4), num_workers=1, workers="fork"))
@@ -163,6 +148,5 @@ assert "ray" not in sys.modules
 print([(str(one.message)[:36], one.filename) for one in caught])
 """
     done = programs.run(program)
-    is_default = method == multiprocessing.get_all_start_methods()[0]  # which is no choice
-    expected = [] if is_default else [("multiprocessing.set_start_method('" + method[:2], "<string>")] * count
+    expected = [(f"multiprocessing.set_start_method('{chosen}"[:36], "<string>")] * count
     assert (done.stdout, done.returncode) == (f"{expected}\n", 0), done.stderr
