@@ -87,6 +87,24 @@ class RaisesOnce(FailingSampler):
         return self.position
 
 
+class OverwritesItsIndices(Sampler):
+    """Gives the same object for every batch, with other indices in it; torch's loader may send what comes later."""
+
+    def __init__(self, indices):
+        self.indices = indices  # of one batch: a list, an array or a tensor
+
+    def __iter__(self):
+        for batch in range(len(self)):
+            for place in range(len(self.indices)):
+                self.indices[place] = batch + 3 * place
+            yield self.indices
+        for place in range(len(self.indices)):
+            self.indices[place] = 0
+
+    def __len__(self):
+        return 10
+
+
 class NoLength:
     """A sampler without a length."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -35,7 +36,7 @@ import conformance_callables as calls
 import conformance_datasets as data
 import conformance_iterables as streams
 import conformance_scripts as scripts
-import conformance_stateful as stateful
+import stateful
 from conformance_callables import seeded
 
 WORKERS = ("0", "1", "1p", "2", "2p", "3", "3p")
@@ -323,7 +324,7 @@ def salted(name, on, make, **options):
 
 
 def with_noise(**options):
-    return {"dataset": data.Noisy(), "batch_size": 3} | options
+    return {"dataset": data.Noisy(stateful.LENGTH), "batch_size": 3} | options
 
 
 salted("counting_map", "0 2 3p", lambda salt: {"dataset": stateful.Counting(salt), "batch_size": 3})
@@ -331,7 +332,9 @@ salted("late_map", "2 2p", lambda salt: {"dataset": stateful.LateMap(salt), "bat
 salted("stateful_stream", "0 1 2p", lambda salt: {"dataset": stateful.StatefulStream(salt), "batch_size": 3})
 salted("late_stream", "2 2p", lambda salt: {"dataset": stateful.LateStream(salt), "batch_size": 3})
 salted("late_stream_keeps", "2 3p", lambda salt: {"dataset": stateful.LateStream(salt, keeps=True), "batch_size": 3})
-salted("stream_of_iterators", "0 2 2p", lambda salt: {"dataset": stateful.StreamOfIterators(salt), "batch_size": 3})
+salted(
+    "stream_of_iterators", "0 2 2p", lambda salt: {"dataset": stateful.StreamOfStatefulIterators(salt), "batch_size": 3}
+)
 salted("stateful_sampler", "0 2 2p", lambda salt: with_noise(sampler=stateful.StatefulSampler(salt)))
 salted(
     "sampler_of_iterators",
@@ -341,13 +344,25 @@ salted(
 salted(
     "stateful_batch_sampler",
     "0 2 2p",
-    lambda salt: {"dataset": data.Noisy(), "batch_sampler": stateful.StatefulBatchSampler(salt)},
+    lambda salt: {"dataset": stateful.Noise(), "batch_sampler": stateful.StatefulBatchSampler(salt)},
 )
 salted("shuffled_stream", "0 2 2p", lambda salt: {"dataset": stateful.Shuffled(), "batch_size": 3})
 salted("buffered_stream", "2 3p", lambda salt: {"dataset": stateful.Buffered(), "batch_size": 3, "drop_last": True})
 salted("own_generators", "0 2 2p", lambda salt: {"dataset": stateful.OwnGenerators(), "batch_size": 3})
 salted("counting_sampler", "0 2p", lambda salt: with_noise(sampler=stateful.Counts()))
 salted("lazy_generators", "0 2", lambda salt: with_noise(sampler=stateful.Lazy()))
+
+
+def batches_that_ask():
+    dataset = stateful.MapThatAsks()
+    sampler = stateful.SamplerThatAsks(dataset)
+    return {"dataset": dataset, "batch_sampler": stateful.BatchSamplerThatAsks(sampler, 3, False)}
+
+
+add("raising_map", "0 2p", lambda: {"dataset": stateful.Faulty(), "batch_size": 3})
+add("reseeding", "2 2p", lambda: {"dataset": stateful.Reseeds(), "batch_size": 3})
+add("stream_that_asks", "0 2", lambda: {"dataset": stateful.StreamThatAsks(), "batch_size": 3})
+add("batches_that_ask", "0 2", batches_that_ask)
 
 # What torch's loader does not know: compared with our own undisturbed run (disturbances.py).
 
@@ -364,7 +379,7 @@ own("skipping_map", "2 2p", lambda: {"dataset": stateful.Faulty(), "batch_size":
 own(
     "skipping_stream",
     "2 2p",
-    lambda: {"dataset": stateful.StreamOfIterators(faulty=True), "batch_size": 3, "on_error": "skip"},
+    lambda: {"dataset": stateful.StreamOfStatefulIterators(faulty=True), "batch_size": 3, "on_error": "skip"},
 )
 own("batch_seeds", "1 2 3p", lambda: with_noise(seeding="batch", shuffle=True))
 own(
@@ -377,6 +392,12 @@ own(
     "2 3p",
     lambda: with_noise(seeding="batch", scheduling="dynamic", shuffle=True),
 )
+for kind, indices in {"list": [0, 0], "array": np.zeros(2, np.int64), "tensor": torch.zeros(2, dtype=int)}.items():
+    own(
+        f"overwritten_{kind}",
+        "2" if kind == "list" else "2p",
+        lambda indices=indices: {"dataset": data.Noisy(), "batch_sampler": calls.OverwritesItsIndices(indices)},
+    )
 own("skipped_steps", "2 2p", lambda: with_noise(shuffle=True, skip_steps=[1, (1, 2)]))
 
 # Samplers of the user's own, and when they are asked.

@@ -1,5 +1,6 @@
 """The sides of the conformance suite: ours by each way that batches take, and one in a process of its own."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -25,8 +26,10 @@ class Records:
     def __init__(self, folder, script, *names):
         self.records, self.output = folder / "records.pickle", folder / "output"
         command = [sys.executable, FOLDER / script, self.records, *names]
+        path = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # there is stateful.py
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         with self.output.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def read(self):
         """The records, once the script has ended."""

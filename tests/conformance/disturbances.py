@@ -27,6 +27,14 @@ def run_of(events, epochs):
     return [event for event in events if (match := EVENT.match(event[0])) and int(match[1]) < epochs]
 
 
+def in_any_order(events):
+    """What came in each epoch, sorted."""
+    found = [(int(EVENT.match(label)[1]), described) for label, described in events]
+    return [
+        (f"epoch {epoch}", described) for epoch, described in sorted(found, key=lambda event: (event[0], repr(event)))
+    ]
+
+
 class Run:
     """All epochs of a case, with our loader.
 
@@ -42,12 +50,13 @@ class Run:
         ended: whether the epoch has.
         events: what has come, as `record` notes it.
         compared: so many epochs are as torch's: all, unless what has happened says otherwise.
+        before_each: what happens before each further batch.
     """
 
     def __init__(self, case, loader_class):
         self.case, self.loader_class = case, loader_class
         self.events, self.epoch, self.step, self.ended = [], 0, 0, False
-        self.compared = case.script.epochs
+        self.compared, self.before_each, self.kept = case.script.epochs, nothing, []
         seed(case.seed)
         self.loader, self.iterator = loader_class(**case.make()), None
 
@@ -57,12 +66,16 @@ class Run:
             self.epoch, self.step, at = number, 0, step if number == epoch else None
             self.begin()
             while not self.ended:
+                if self.case.again is None or self.step > 2:  # see LATER in test_disturbed.py
+                    self.before_each(self)
                 if self.step == at:
                     happens(self)
                     at = None
                 self.take()
             if at is not None:
                 happens(self)
+        for label, batch, described in self.kept:
+            assert describe(batch) == described, f"{label} has changed since it was taken"
         return run_of(self.events, self.compared)
 
     def begin(self):
@@ -80,7 +93,10 @@ class Run:
         """Notes what `next` gives."""
         label = f"epoch {self.epoch}: batch {self.step}"
         try:
-            self.events.append((label, describe(next(self.iterator))))
+            batch = next(self.iterator)
+            self.events.append((label, describe(batch)))
+            if self.step % 2:  # the memory of the others is used again
+                self.kept.append((label, batch, self.events[-1][1]))
         except StopIteration as stop:
             text = describe_text(str(stop))
             stop.__traceback__ = None
@@ -97,13 +113,21 @@ class Run:
         torch.save(self.loader.state_dict(), file)
         return file.getvalue()
 
-    def load(self, saved, **changed):
-        """Goes on with another loader, in a program that has drawn other numbers, and perhaps has other objects."""
+    def load(self, saved, into=None, **changed):
+        """Goes on with another loader, in a program that has drawn other numbers, and perhaps has other objects.
+
+        Args:
+            saved: the state.
+            into: the loader, if there is one.
+            changed: arguments of the other loader.
+        """
         if self.case.again is not None:  # what begins another epoch there is not torch's
             self.compared = min(self.compared, self.epoch + 1)
         self.iterator = None
         seed(self.case.seed + 1)
-        self.loader = self.loader_class(**{**(self.case.again or self.case.make)(), **changed})
+        if into is None:
+            into = self.loader_class(**{**(self.case.again or self.case.make)(), **changed})
+        self.loader = into
         self.loader.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
         if not self.ended:
             self.begin()
@@ -120,9 +144,31 @@ def nothing(run):
     """For comparison."""
 
 
+def save(run):
+    """The run is saved, and goes on."""
+    run.saved()
+
+
 def save_and_load(run):
     """The run is saved, and another program goes on."""
     run.load(run.saved())
+
+
+def break_off_and_load(run):
+    """The iterator is dropped before the run is saved, which is done once more before the first batch."""
+    run.iterator = None
+    run.load(run.saved())
+    run.load(run.saved())
+
+
+def back(run):
+    """The same loader goes back by two batches."""
+    saved, ended, step, count = run.saved(), run.ended, run.step, len(run.events)
+    while not run.ended and run.step < step + 2:
+        run.take()
+    run.ended, run.step = ended, step
+    del run.events[count:]
+    run.load(saved, into=run.loader)
 
 
 def another_number_of_workers(run):
@@ -132,19 +178,33 @@ def another_number_of_workers(run):
         run.compared = run.epoch + 1
 
 
-def kill(run):
+def kill(run, worker_id=None):
     """One of the workers is killed."""
     if has_workers(run.iterator):  # otherwise the epoch is over
-        worker_id = run.step % len(actors_of(run.iterator))
+        worker_id = run.step % len(actors_of(run.iterator)) if worker_id is None else worker_id
         while not has_started(run.iterator, worker_id):
             await_more(run.iterator)
         kill_worker(run.iterator, worker_id)
 
 
-def kill_and_save(run):
-    """One of the workers is killed, and the run saved and loaded before anybody has noticed."""
-    kill(run)
+def kill_all_and_save(run):
+    """All workers are killed, and the run saved and loaded before anybody has noticed."""
+    if has_workers(run.iterator):
+        for worker_id in range(len(actors_of(run.iterator))):
+            kill(run, worker_id)
     run.load(run.saved())
+
+
+def chain(run):
+    """From here on a new loader gives each batch."""
+    run.before_each = save_and_load
+
+
+def walk(run):
+    """From here on anything may happen at any time."""
+    chance = random.Random(f"{run.case.name} {run.epoch} {run.step}")
+    choices = nothing, save, save_and_load, break_off_and_load, back, kill, kill_all_and_save
+    run.before_each = lambda run: chance.choice(choices)(run)
 
 
 class Raised(BaseException):
@@ -181,5 +241,5 @@ def signal_in_next(run):
         run.load(run.saved())
 
 
-EVERYWHERE = (save_and_load,)
-WITH_WORKERS = save_and_load, another_number_of_workers, kill, kill_and_save, signal_in_next
+EVERYWHERE = save, save_and_load, break_off_and_load, back
+WITH_WORKERS = *EVERYWHERE, chain, another_number_of_workers, kill, kill_all_and_save, signal_in_next, walk

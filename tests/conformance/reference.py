@@ -1,7 +1,7 @@
 """Torch's side of the conformance suite: run the cases through torch's own loader, in a process without Ray.
 
-    python reference.py OUT [CASE...]   write the records of the cases (all by default) to OUT
-    python reference.py --check         run all cases twice: no case may differ from itself
+    PYTHONPATH=.. python reference.py OUT [CASE...]   write the records of the cases (all by default) to OUT
+    PYTHONPATH=.. python reference.py --check         run all cases twice: no case may differ from itself
 
 Workers are forked, whatever this Python version's default is: that is what the library is compared with. Cases in which
 torch's spawned workers differ run with these, too, for they are what Ray actors are compared with: as forks of a server

@@ -20,16 +20,20 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 import rayloader.actors.process
+from rayloader import DataLoader
 
 EXIT_LIMIT = 500.0  # seconds for a process to end; on expiry the test fails
 SAMPLES = 16  # of the map-style dataset; and of all workers of the iterable one
 BATCH_SIZE = 2
 STRUCK = 1  # the worker that is struck, of two
+FIRST = 2  # its first sample
 POISONED = 10  # the sample that is struck, in batch 5, which is the third of worker STRUCK
+LAST = {"map": 15, "iterable": 11}  # its last one; of the iterable dataset, the other worker has what comes then
 SHAPE = (128, 128)  # of a sample: a batch of two is more than Ray sends inline
 
 
@@ -88,8 +92,8 @@ class Faults:
         (self.folder / f"{where}{' always' * always}").write_text(how)
 
     def strike(self, where):
-        """Called at the place; what it returns belongs into the batch."""
-        how = self._take(where) if os.getpid() != self.driver else None
+        """Called at the place, or with None; what it returns belongs into the batch."""
+        how = self._take(where) if where is not None and os.getpid() != self.driver else None
         if how is None:
             return None
         with open(self.folder / "struck", "a") as struck:
@@ -106,6 +110,10 @@ class Faults:
                 continue
             return how
         return None
+
+    def waiting(self):
+        """The faults whose place nobody has come to."""
+        return [path.name for path in self.folder.iterdir() if not path.name.startswith(("struck", "process of"))]
 
     def struck(self):
         """The processes that were struck, in order."""
@@ -145,8 +153,9 @@ class Augmented:
             if self.faults.struck():
                 self.faults.strike("replacement's worker_init_fn")
 
-    def sample(self, index, where):
-        extra = self.faults.strike(where) if index == POISONED else None
+    def sample(self, index, where, last):
+        places = {FIRST: "first", POISONED: where, last: "last"}
+        extra = self.faults.strike(places.get(index))
         noise = torch.rand(SHAPE)
         return index, noise, random.random(), np.random.rand(), self.generator.random(), extra
 
@@ -162,24 +171,64 @@ class MapStyle(Augmented, Dataset):
         return SAMPLES
 
     def __getitem__(self, index):
-        return self.sample(index, "__getitem__")
+        return self.sample(index, "__getitem__", LAST["map"])
 
 
 class Stream(Augmented, IterableDataset):
-    """The same samples, each worker's in the order in which it would get them of the map-style dataset."""
+    """The same samples, each worker's in the order in which it would get them of the map-style dataset, but the last.
+
+    Batch 7 is of the worker that is not struck: the stream of the other one has ended.
+    """
+
+    place = 0  # where its iterator is, if the dataset can be asked for it
 
     def __iter__(self):
-        worker_id = get_worker_info().id
-        if worker_id == STRUCK:
+        struck = get_worker_info().id == STRUCK
+        if struck:
             self.faults.strike("__iter__")
             if self.faults.struck():
                 self.faults.strike("rebuild")
-        for first in range(BATCH_SIZE * worker_id, SAMPLES, 2 * BATCH_SIZE):
-            for index in range(first, first + BATCH_SIZE):
-                yield self.sample(index, "__next__")
+        own = [index for index in range(SAMPLES) if index // BATCH_SIZE % 2 == struck]
+        indices = own[:-BATCH_SIZE] if struck else [*own, SAMPLES - 2, SAMPLES - 1]
+        for place in range(self.place, len(indices)):
+            self.goes_to(place + 1)
+            yield self.sample(indices[place], "__next__", LAST["iterable"])
+        if struck:
+            self.faults.strike("end")
+        self.goes_to(0)
+
+    def goes_to(self, place):
+        pass
 
 
-DATASETS = {"map": MapStyle, "iterable": Stream}
+class Stateful(Stream):
+    """Its state says where it is."""
+
+    def goes_to(self, place):
+        self.place = place
+
+    def state_dict(self):
+        return {"place": self.place, "generator": self.generator.bit_generator.state}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+        self.generator.bit_generator.state = state["generator"]
+
+
+class Calls(Dataset):
+    """Sample i is what `function(i)` returns."""
+
+    def __init__(self, function, length):
+        self.function, self.length = function, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.function(index)
+
+
+DATASETS = {"map": MapStyle, "iterable": Stream, "stateful": Stateful}
 
 
 class Batch:
@@ -235,6 +284,13 @@ def striking_worker(faults):
     return WorkerProcess
 
 
+def make(faults, kind="map", **options):
+    """A loader of two workers over such a dataset."""
+    dataset = DATASETS[kind](faults, own_generator=options.get("seeding") != "batch")
+    functions = {"collate_fn": dataset.collate, "worker_init_fn": dataset.worker_init}
+    return DataLoader(dataset, BATCH_SIZE, **{"num_workers": 2, **functions, **options})
+
+
 def epoch(loader, seed=0):
     """What the batches of an epoch from this seed hold, all of them held to the end, and where the generator ends."""
     torch.manual_seed(seed)
@@ -260,3 +316,26 @@ def warned(caplog):
     """What rayloader has told in its log, but that a warm process was late: one that hangs is, and any may be."""
     told = [r.getMessage() for r in caplog.records if r.name.startswith("rayloader") and r.levelno >= logging.WARNING]
     return [text for text in told if "warm worker process" not in text]
+
+
+def sample(rows, meetings):
+    """Rows of a table picked greedily, so always the same ones, until each meeting of the table is in one of them.
+
+    Args:
+        rows: all rows.
+        meetings: gives the set of what meets in a row, such as the pairs of its values.
+    """
+    missing = set().union(*map(meetings, rows))
+    picked = []
+    while missing:
+        best = max(rows, key=lambda row: len(missing & meetings(row)))  # the first of the best
+        picked.append(best)
+        missing -= meetings(best)
+    return picked
+
+
+def table(rows, meetings):
+    """The rows as parameters; those that are not in the sample are in a full run only."""
+    picked = sample(rows, meetings)
+    for row in rows:
+        yield pytest.param(*row, id=", ".join(map(str, row)), marks=() if row in picked else pytest.mark.full)

@@ -1,12 +1,16 @@
-"""One table: where a fault strikes x how x what the user sees. After each fault the same loader works again.
+"""Where a fault strikes x how x what the user sees; and when a worker dies x what it reads. The loader works again.
 
 A fault that strikes once: the batches are those of an undisturbed run, bit for bit, or the user's own error arrives as
 torch's does. One that strikes always ends the epoch with an error that names the batch. `make test` takes a sample:
-each place with an error and nearly each with a death, each way, both kinds of datasets and both lanes; `make test-full`
-takes all.
+each place with an error and nearly each with a death, each way and moment, all kinds of datasets and both lanes;
+`make test-full` takes all. The conformance tests kill workers of every dataset that they have, too.
 """
 
+import contextlib
+import functools
 import gc
+import itertools
+import os
 import re
 from enum import Enum
 
@@ -17,22 +21,25 @@ import torch
 import rayloader
 from fault_points import (
     BATCH_SIZE,
-    DATASETS,
     EXIT_LIMIT,
     POISONED,
+    SAMPLES,
     STRUCK,
+    Calls,
     Faults,
     PlannedError,
     epoch,
     kill,
+    make,
     striking_worker,
+    table,
     wait_for_exit,
     warned,
 )
-from inside import live_actor_pids
-from pairwise import sample
+from inside import await_more, has_started, kill_worker, live_actor_pids, workers_are_idle
 from rayloader import DataLoader
 from rayloader.epoch.schedule import KILLS
+from simulated_device import SimulatedAccelerator
 
 OWN_ACTORS = {"ray_remote_args": {"num_cpus": 0, "memory": 13}}  # no other test's loader shares them
 TIMEOUT = 2  # seconds, for workers that hang; no other batch takes so long once its worker runs
@@ -61,7 +68,7 @@ WAYS = (RAISES, UNPICKLABLE, EXITS, CRASHES, HANGS_AND_IS_RESTARTED, HANGS)
 DEATHS = (*EXITS, *CRASHES, *HANGS_AND_IS_RESTARTED)
 
 BOTH = ("map", "iterable")
-LANES = ("arena", "store")
+ARENAS = {"arena": True, "store": False}
 # The user's code in a destructor: Python itself passes over what it raises.
 TABLE = {
     #                   datasets, raises, unpicklable, exits, crashes, hangs and is restarted, hangs
@@ -85,7 +92,7 @@ EXPECTED = {
     for how in ways
     if outcome is not NEVER and (where != "idle" or how == "killed")  # idle, no code of its own runs
 }
-ROWS = [(where, how, kind, lane) for where, how in EXPECTED for kind in TABLE[where][0] for lane in LANES]
+ROWS = [(where, how, kind, lane) for where, how in EXPECTED for kind in TABLE[where][0] for lane in ARENAS]
 
 # What is poisoned for good, by the names of its places: in the samples, and in what comes before them.
 POISONED_BATCH = ("__getitem__", "__next__", "collate_fn", "encode")
@@ -94,7 +101,7 @@ POISONED_ROWS = [row for where in POISONED_BATCH for row in ROWS if row[0] == wh
 POISONED_START_ROWS = [row for where in POISONED_START for row in ROWS if row[0] == where and row[1] in DEATHS]
 
 
-# In these a worker dies in most tests of test_recovery.py.
+# In these a worker dies in most of the other tests.
 DEATHS_ELSEWHERE = ("collate_fn", "__getitem__", "__next__")
 
 
@@ -111,12 +118,6 @@ def meetings(row):
 
 def any_will_do(row):
     return {True}
-
-
-def table(rows, meetings=meetings):
-    picked = sample(rows, meetings)
-    for row in rows:
-        yield pytest.param(*row, id=", ".join(row), marks=() if row in picked else pytest.mark.full)
 
 
 @pytest.fixture(scope="module")
@@ -149,20 +150,7 @@ def wait_for_actors():
 @pytest.fixture(scope="module")
 def undisturbed(striking_actors):
     """Two epochs of each kind of dataset."""
-    return {kind: [epoch(make(striking_actors, kind), seed) for seed in range(2)] for kind in DATASETS}
-
-
-def make(faults, kind, lane="arena", **options):
-    dataset = DATASETS[kind](faults)
-    return DataLoader(
-        dataset,
-        BATCH_SIZE,
-        num_workers=2,
-        collate_fn=dataset.collate,
-        worker_init_fn=dataset.worker_init,
-        arenas=lane == "arena",
-        **{**OWN_ACTORS, **options},
-    )
+    return {kind: [epoch(make(striking_actors, kind, **OWN_ACTORS), seed) for seed in range(2)] for kind in BOTH}
 
 
 def until_error(loader, kind):
@@ -188,7 +176,7 @@ def check_users_error(error, how):
     assert re.search(rf"batch \d, worker {worker} \(pid \d+ on ", error.__notes__[0])
 
 
-@pytest.mark.parametrize(("where", "how", "kind", "lane"), list(table(ROWS)))
+@pytest.mark.parametrize(("where", "how", "kind", "lane"), list(table(ROWS, meetings)))
 def test_a_fault_that_strikes_once(where, how, kind, lane, faults, undisturbed, monkeypatch, caplog):
     expected = EXPECTED[where, how]
     options = {"timeout": TIMEOUT if how.startswith("hang") else 0}
@@ -196,7 +184,7 @@ def test_a_fault_that_strikes_once(where, how, kind, lane, faults, undisturbed, 
         options["on_timeout"] = "restart"
     if (where, how) == ("init", "hang"):  # then the other process does its work
         monkeypatch.setenv("RAYLOADER_START_TIMEOUT", START_TIMEOUT)
-    loader = make(faults, kind, lane, **options)
+    loader = make(faults, kind, arenas=ARENAS[lane], **OWN_ACTORS, **options)
     if where in ("idle", "init"):
         epoch(loader)
         kill(faults.process_of(STRUCK))  # the next epoch needs a new one
@@ -230,7 +218,7 @@ def check_died(error, pids):
 @pytest.mark.parametrize(("where", "how", "kind", "lane"), list(table(POISONED_ROWS, any_will_do)))
 def test_a_batch_that_kills_whoever_builds_it(where, how, kind, lane, faults, undisturbed):
     options = {"timeout": TIMEOUT, "on_timeout": "restart"} if how.startswith("hang") else {}
-    loader = make(faults, kind, lane, **options)
+    loader = make(faults, kind, arenas=ARENAS[lane], **OWN_ACTORS, **options)
     faults.plan(where, how, always=True)
     batches, error = until_error(loader, rayloader.WorkerDiedError)
     number = POISONED // BATCH_SIZE
@@ -253,7 +241,8 @@ def test_a_batch_that_kills_whoever_builds_it(where, how, kind, lane, faults, un
 @pytest.mark.parametrize(("where", "how", "kind", "lane"), list(table(POISONED_START_ROWS, any_will_do)))
 def test_a_worker_that_dies_whenever_it_starts(where, how, kind, lane, faults, undisturbed, caplog):
     options = {"timeout": TIMEOUT, "on_timeout": "restart"} if how.startswith("hang") else {}
-    loader = make(faults, kind, lane, max_worker_restarts=1, fresh_processes=where == "init", **options)
+    options |= {"max_worker_restarts": 1, "fresh_processes": where == "init"}
+    loader = make(faults, kind, arenas=ARENAS[lane], **OWN_ACTORS, **options)
     faults.plan(where, how, always=True)
     batches, error = until_error(loader, rayloader.WorkerDiedError)
     assert batches == undisturbed[kind][0][0][: len(batches)]
@@ -269,3 +258,255 @@ def test_a_worker_that_dies_whenever_it_starts(where, how, kind, lane, faults, u
     # Of two processes that exit at once one ends the epoch. What the other says nobody takes in: it is warm again.
     warm = live_actor_pids() if strikes_both and how in EXITS else set()
     wait_for_exit([pid for pid in pids if pid not in warm])
+
+
+# ---- when a forked worker dies, by SIGKILL
+
+
+def at(*places):
+    """The worker will be struck there; at a second place its replacement will."""
+    return lambda faults, iterator: [faults.plan(place, "SIGKILL") for place in places]
+
+
+def in_mid_epoch(faults, iterator):
+    for where in ("__getitem__", "__next__"):
+        faults.plan(where, "SIGKILL")
+
+
+def killed(faults, iterator, *, workers=(STRUCK,), idle=False, heard=False):
+    """`idle`: once all that they were given is answered; `heard`: the iterator has taken notice before it goes on."""
+    while not all(has_started(iterator, worker_id) for worker_id in workers):
+        await_more(iterator)
+    while idle and not workers_are_idle(iterator):
+        await_more(iterator)
+    for worker_id in workers:
+        with contextlib.suppress(ProcessLookupError):  # a fresh worker ends by itself once all tasks are answered
+            kill_worker(iterator, worker_id)
+    if heard:
+        await_more(iterator)
+
+
+now = functools.partial
+both = now(killed, workers=range(2))
+BATCH_SEEDS = {"seeding": "batch"}
+KINDS = {
+    "map": ("map", {}),
+    "dynamic": ("map", {**BATCH_SEEDS, "scheduling": "dynamic"}),
+    "map, any order": ("map", {**BATCH_SEEDS, "in_order": False}),
+    "stream": ("iterable", {}),
+    "stream with a state": ("stateful", {}),
+    "stream, any order": ("iterable", {**BATCH_SEEDS, "in_order": False}),
+}
+STREAMS = [kind for kind in KINDS if kind.startswith("stream")]
+IN_ORDER = [kind for kind in KINDS if not kind.endswith("any order")]  # what was taken is the same each time
+BATCHES = SAMPLES // BATCH_SIZE
+# When in the test: an epoch, and how many batches of it were taken; or "before" iter(), or "begun" by it.
+MOMENTS = {
+    "as it starts": (0, "before", at("worker_init_fn"), KINDS),
+    "before its first answer": (0, "before", at("first"), KINDS),
+    "in mid-epoch": (0, "before", at("collate_fn"), KINDS),
+    "and again as it starts": (0, "before", at("collate_fn", "replacement's worker_init_fn"), IN_ORDER),
+    "and again as it reads its stream": (0, "before", at("collate_fn", "rebuild"), STREAMS),
+    "both at once, in mid-epoch": (0, 3, both, KINDS),
+    "before its last answer": (0, "before", at("last"), IN_ORDER),
+    "as its stream ends": (0, "before", at("end"), STREAMS),
+    "after its last answer": (0, BATCHES - 1, now(killed, idle=True), KINDS),
+    "its stream has ended": (0, BATCHES - 1, killed, STREAMS),
+    "its stream has ended, heard": (0, BATCHES - 1, now(killed, heard=True), STREAMS),
+    "between two epochs": (0, BATCHES, killed, KINDS),
+    "both at once, between two epochs": (0, BATCHES, both, KINDS),
+    "one was broken off": (1, "broken off", killed, IN_ORDER),
+    "one was broken off, idle": (1, "broken off", now(killed, idle=True), IN_ORDER),
+    "as the next begins": (1, "before", at("__iter__"), STREAMS),
+    "the next has begun": (1, "begun", killed, KINDS),
+    "both at once, the next has begun": (1, "begun", both, KINDS),
+    "before its first answer of the next": (1, "before", at("first"), KINDS),
+}
+BROKEN_OFF = 3  # batches of an epoch that is not taken to its end
+DEPTHS = (9, 1, 2)
+MOMENT_ROWS = [
+    (moment, kind, persistent, depth)
+    for (moment, (*_, kinds)), persistent, depth in itertools.product(MOMENTS.items(), ("persistent", "fresh"), DEPTHS)
+    for kind in kinds
+]
+
+
+def moments_meet(row):
+    """Most in persistent workers, of which more is left when they die."""
+    moment, kind, persistent, depth = row
+    return {(kind, persistent), (kind, depth)} | (
+        {moment, (moment, kind in STREAMS)} if persistent == "persistent" else set()
+    )
+
+
+def three_epochs(folder, kind, moment=None, broken_off=False, **options):
+    """What the batches of each epoch hold, and the faults."""
+    kind, more = KINDS[kind]
+    faults = Faults(folder)
+    loader = make(faults, kind, workers="fork", **more, **options)
+    strikes_in, when, strike, _ = MOMENTS[moment] if moment else (None, None, None, None)
+    found = []
+    torch.manual_seed(3)
+    for number in range(3):
+        happens = {when: strike} if number == strikes_in else {}
+        happens.get("before", nothing)(faults, None)
+        iterator = iter(loader)
+        happens.get("begun", nothing)(faults, iterator)
+        found.append([])
+        for taken, batch in enumerate(iterator, 1):
+            found[-1].append(batch.content())
+            happens.get(taken, nothing)(faults, iterator)
+            if broken_off and number == 1 and taken == BROKEN_OFF:
+                happens.get("broken off", nothing)(faults, iterator)
+                break
+        del iterator
+    return found if more.get("in_order", True) else [sorted(batches) for batches in found], faults
+
+
+def nothing(*_):
+    pass
+
+
+@functools.cache
+def in_peace(folder, kind, broken_off, **options):
+    return three_epochs(folder, kind, broken_off=broken_off, **options)[0]
+
+
+@pytest.mark.parametrize(("moment", "kind", "persistent", "depth"), list(table(MOMENT_ROWS, moments_meet)))
+def test_a_killed_fork_is_replaced_or_not_missed(moment, kind, persistent, depth, tmp_path_factory, tmp_path):
+    options = {"persistent_workers": persistent == "persistent", "prefetch_factor": depth}
+    broken_off = "broken off" in moment
+    empty = tmp_path_factory.getbasetemp() / "no faults"
+    empty.mkdir(exist_ok=True)
+    found, faults = three_epochs(tmp_path, kind, moment, broken_off, **options)
+    assert found == in_peace(empty, kind, broken_off, **options)
+    assert faults.waiting() == [], "it did not come to that place"
+
+
+# ---- programs of their own; their workers are forks unless told otherwise
+
+HANG_LIMIT = 500.0  # seconds; on expiry the loader raises and the test fails
+
+
+@pytest.fixture
+def own_faults(tmp_path):
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    return Faults(folder)
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """A pipe, and a function that lets one who waits to read from it go on."""
+    path = str(tmp_path / "pipe")
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDWR)  # this waits for nobody
+    yield path, lambda: os.write(descriptor, b".")
+    os.close(descriptor)
+
+
+def load(function, length, num_workers=2, **options):
+    return DataLoader(
+        Calls(function, length),
+        None,
+        **{"num_workers": num_workers, "workers": "fork", "timeout": HANG_LIMIT, **options},
+    )
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_without_restarts_a_death_is_the_end_of_the_epoch_and_not_of_the_loader(kind, own_faults, caplog):
+    loader = make(own_faults, kind, workers="fork", max_worker_restarts=0)
+    undisturbed = epoch(loader)
+    own_faults.plan("collate_fn", "SIGKILL")
+    batches, error = until_error(loader, rayloader.WorkerDiedError)
+    assert re.match(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly", str(error))
+    assert batches == undisturbed[0][: len(batches)]
+    assert warned(caplog) == []
+    assert epoch(loader) == undisturbed
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_thread_that_pins_goes_on(kind, own_faults, monkeypatch, caplog):
+    accelerator = SimulatedAccelerator().install(monkeypatch, locks=False)
+    loader = make(own_faults, kind, workers="fork", pin_memory=True)
+    undisturbed = epoch(loader)
+    own_faults.plan("collate_fn", "SIGKILL")
+    assert epoch(loader) == undisturbed
+    assert len(own_faults.struck()) == len(warned(caplog)) == 1
+    assert accelerator.pinned
+
+
+def test_a_live_worker_may_wait_for_one_that_has_to_be_replaced(own_faults, tmp_path):
+    """Sample 2, in worker 0, comes when sample 3, in worker 1, is begun."""
+    both_open = str(tmp_path / "both open")
+    os.mkfifo(both_open)
+
+    def get(index):
+        if index == 3:
+            own_faults.strike("sample")
+        if index in (2, 3):
+            open(both_open, "rw"[index - 2]).close()
+        return index
+
+    own_faults.plan("sample", "SIGKILL")
+    assert list(load(get, 8)) == list(range(8))
+    assert len(own_faults.struck()) == 1
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_batches_of_live_workers_are_delivered_meanwhile(in_order, own_faults, pipe):
+    """Worker 1 dies over sample 3, and its replacement waits in its worker_init_fn."""
+    path, let_it_go_on = pipe
+
+    def init(worker_id):
+        if worker_id == 1 and own_faults.struck():
+            with open(path) as file:
+                file.read(1)
+
+    def get(index):
+        if index == 3:
+            own_faults.strike("sample")
+        return index
+
+    own_faults.plan("sample", "SIGKILL")
+    iterator = iter(load(get, 24, worker_init_fn=init, prefetch_factor=2, in_order=in_order))
+    # In order all before the lost one; otherwise all but what the lost worker may hold.
+    found = [next(iterator) for _ in range(3 if in_order else 24 - 2)]
+    let_it_go_on()
+    found += iterator
+    assert (found if in_order else sorted(found)) == list(range(24))
+
+
+def test_sigterm_is_not_blamed_on_the_batch_as_an_exit_of_its_own_is(own_faults):
+    """It comes as from outside, over sample 5, three times."""
+
+    def get(index):
+        if index == 5 and len(own_faults.struck()) < 3:
+            own_faults.plan("sample", "SIGTERM")
+            own_faults.strike("sample")
+        return index
+
+    assert list(load(get, 10, num_workers=1, max_worker_restarts=9)) == list(range(10))
+    assert len(set(own_faults.struck())) == 3
+
+
+@pytest.mark.parametrize("workers", ["ray", "fork"])
+def test_a_worker_is_dead_though_a_child_of_it_lives(workers, own_faults, pipe, ray_session):
+    """The child outlives it, with copies of its descriptors."""
+    path, let_it_go_on = pipe
+
+    def get(index):
+        if index == 5 and not own_faults.struck():
+            for number in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.dup(int(number))
+            if not os.fork():
+                with open(path) as file:
+                    file.read(1)
+                os._exit(0)
+            own_faults.strike("sample")
+        return index
+
+    own_faults.plan("sample", "SIGKILL")
+    assert list(load(get, 10, num_workers=1, workers=workers)) == list(range(10))
+    let_it_go_on()

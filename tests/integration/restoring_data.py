@@ -1,6 +1,7 @@
-"""What the tests of restored workers load: datasets with random generators in every place where users keep them."""
+"""What the tests of restored workers load: random generators in every place where users keep them, and streams."""
 
 import functools
+import os
 import random
 import string
 import threading
@@ -28,7 +29,7 @@ class Transform:
 
 
 class Compose:
-    def __init__(self, transforms):
+    def __init__(self, *transforms):
         self.transforms = transforms
 
     def __call__(self, sample):
@@ -37,41 +38,15 @@ class Compose:
         return sample
 
 
-class Sized(Dataset):
-    def __len__(self):
-        return LENGTH
-
-
-class ManyPaths(Sized):
-    """The transform comes after what a search with a limit would look at first."""
-
-    def __init__(self):
-        self.paths = [f"/data/{number}.jpg" for number in range(2_000)]
-        self.transform = Transform(1)
-
-    def __getitem__(self, index):
-        return self.transform(index)
-
-
-class Transformed(Sized):
+class Transformed(Dataset):
     def __init__(self, transform):
         self.transform = transform
 
+    def __len__(self):
+        return LENGTH
+
     def __getitem__(self, index):
         return self.transform(index)
-
-
-class Indices(Sized):
-    def __getitem__(self, index):
-        return index
-
-
-class Collate:
-    def __init__(self):
-        self.transform = Transform(3)
-
-    def __call__(self, samples):
-        return self.transform(samples)
 
 
 class Initialize:
@@ -90,6 +65,9 @@ class Slotted:
     __slots__ = ("generator",)
     of_class = random.Random(11)
 
+    def __init__(self):
+        self.generator = random.Random(10)
+
     def __call__(self, sample):
         return [sample, self.generator.random(), self.of_class.random(), OF_MODULE.random(), helper()]
 
@@ -102,13 +80,7 @@ def helper():
     return IN_HELPER.rand()
 
 
-def slotted():
-    one = Slotted()
-    one.generator = random.Random(10)
-    return one
-
-
-class Augmented(Sized):
+class Augmented(Transformed):
     """Crops and flips an image of which each pixel is told from the others."""
 
     def __init__(self, seed):
@@ -140,13 +112,12 @@ def use_global(sample):
     return IN_MODULE(sample)
 
 
-class Late(Sized):
+class Late:
     """Makes its generator when it is first needed."""
 
-    def __init__(self):
-        self.generator = None
+    generator = None
 
-    def __getitem__(self, index):
+    def __call__(self, index):
         if index < 21:
             return [index, 0.0]
         if self.generator is None:
@@ -154,115 +125,126 @@ class Late(Sized):
         return [index, self.generator.random()]
 
 
-class ImportsLate(Sized):
-    """Draws from a generator in a module that its first sample imports."""
-
-    def __getitem__(self, index):
-        import restoring_lazily
-
-        return [index, restoring_lazily.RNG.random()]
-
-
-class AnewForEach(Sized):
+class AnewForEach:
     """The generator of a sample depends on nothing but the sample."""
 
-    def __init__(self):
-        self.generator = np.random.default_rng(0)
-
-    def __getitem__(self, index):
+    def __call__(self, index):
         self.generator = np.random.default_rng(index)
         self.transform = Transform(index)
         return [index, self.generator.random(), *self.transform(index)]
 
 
-class SystemRandom(Sized):
+class SystemRandom:
     """Draws from the system's, and shows it if told so."""
 
     def __init__(self, *, shows):
         self.generator = random.SystemRandom()
         self.shows = shows
 
-    def __getitem__(self, index):
+    def __call__(self, index):
         drawn = self.generator.random()
         return [index, drawn if self.shows else 0.0]
 
 
-class OfAPackage(Sized):
+def of_a_package(index):
     """Draws from a generator in a module that the program has not written."""
-
-    def __getitem__(self, index):
-        if not hasattr(string, "generator"):
-            string.generator = random.Random(9)
-        return [index, string.generator.random()]
+    if not hasattr(string, "generator"):
+        string.generator = random.Random(9)
+    return [index, string.generator.random()]
 
 
-def concatenated():
-    transform = Compose([Compose([Transform(2)])])
-    parts = [
-        Subset(Transformed(transform), range(begin, begin + LENGTH // 4)) for begin in range(0, LENGTH, LENGTH // 4)
-    ]
-    return Subset(ConcatDataset(parts), range(LENGTH))
+def everywhere():
+    """Held deep in the dataset, by what is called there, and by the collate_fn."""
+    transform = Compose(Compose(Transform(2)), closure(), functools.partial(partial, generator=random.Random(8)))
+    quarters = [range(begin, begin + LENGTH // 4) for begin in range(0, LENGTH, LENGTH // 4)]
+    parts = [Subset(Transformed(transform), quarter) for quarter in quarters]
+    return {"dataset": Subset(ConcatDataset(parts), range(LENGTH)), "collate_fn": Transform(3)}
 
 
-CASES = {
-    "many paths": lambda: {"dataset": ManyPaths()},
-    "subset of concatenation": lambda: {"dataset": concatenated()},
-    "collate_fn": lambda: {"dataset": Indices(), "collate_fn": Collate()},
+GENERATORS = {
+    "everywhere": everywhere,
     "worker_init_fn": lambda: {"dataset": Transformed(None), "worker_init_fn": Initialize()},
-    "closure": lambda: {"dataset": Transformed(closure())},
-    "partial": lambda: {"dataset": Transformed(functools.partial(partial, generator=random.Random(8)))},
     "global of a module": lambda: {"dataset": Transformed(use_global), "worker_init_fn": set_global},
-    "slot, class and what code names": lambda: {"dataset": Transformed(slotted()), "workers": "fork"},
-    "made anew": lambda: {"dataset": AnewForEach()},
-    "system's, unseen": lambda: {"dataset": SystemRandom(shows=False), "workers": "fork"},
+    "slot, class and what code names": lambda: {"dataset": Transformed(Slotted())},
+    "made anew": lambda: {"dataset": Transformed(AnewForEach())},
+    "system's, unseen": lambda: {"dataset": Transformed(SystemRandom(shows=False))},
 }
 
 
-# ---- streams
+# ---- datasets that tell their state
 
 
-class OwnIterator(IterableDataset):
-    """Its own iterator, which starts again at each `__iter__`."""
+class Numbers(IterableDataset):
+    """Goes on where its state says."""
 
-    def __init__(self, fails=False):
-        self.fails = fails
-        self.position = 0
-
-    def __iter__(self):
-        self.position = 0
-        return self
-
-    def __next__(self):
-        if self.position == 40:
-            raise StopIteration
-        self.position += 1
-        return [get_worker_info().id, self.position]
+    def __init__(self):
+        self.at, self.resumed = 0, False
 
     def state_dict(self):
-        return {"position": self.position}
+        return {"at": self.at}
 
     def load_state_dict(self, state):
-        if self.fails:
-            raise ValueError("as planned")
-        self.position = state["position"]
+        self.at, self.resumed = state["at"], True
+
+    def __iter__(self):
+        while self.at < 80:
+            self.at += 1
+            yield self.at
 
 
-class Untellable(Sized):
-    """Its state can't be pickled, or `state_dict` raises."""
+class FailsToLoad(Numbers):
+    def load_state_dict(self, state):
+        raise ValueError("as planned")
 
-    def __init__(self, raises=False):
+
+class FailsToGoOn(Numbers):
+    """The stream that was resumed raises, or ends at once, though `load_state_dict` did not raise."""
+
+    def __init__(self, raises):
+        super().__init__()
         self.raises = raises
 
-    def __getitem__(self, index):
-        return index
+    def __iter__(self):
+        if self.resumed and self.raises:
+            raise FileNotFoundError("as planned")
+        if not self.resumed:
+            yield from super().__iter__()
+
+
+class ForgetsItsBuffer(Numbers):
+    """Its state says how far it was read, and nothing of the buffer that it shuffles in."""
+
+    def __iter__(self):
+        buffer = []
+        for number in super().__iter__():
+            buffer.append(number)
+            if len(buffer) > 20:
+                yield buffer.pop(0)
+        yield from buffer
+
+
+class Untellable(Transformed):
+    """Its state can't be pickled."""
 
     def state_dict(self):
-        if self.raises:
-            raise OSError("as planned")
         return {"lock": threading.Lock()}
 
     def load_state_dict(self, state):
-        pass
+        """Takes nothing."""
+
+
+class RaisesInStateDict(Untellable):
+    def state_dict(self):
+        raise OSError("as planned")
+
+
+class DrawsDifferently(IterableDataset):
+    """A random number of random numbers, of a generator that nobody can see."""
+
+    def __iter__(self):
+        for number in range(80):
+            torch.rand(int.from_bytes(os.urandom(2), "big") + 1)
+            yield [number, torch.rand(1)]
 
 
 def lists(batch):

@@ -1,96 +1,26 @@
-"""What a state holds and whom it fits: samplers of every kind, its size, and loaders that refuse it."""
+"""What a state holds, and what it doesn't fit: a table of loaders that refuse it, and nothing is changed by that."""
 
+import copy
 import functools
 import random
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DistributedSampler
 
-import checkpoint_data as data
-from checkpoint_data import batches, check, hosted, make, read, resumed, run, save, some
-from probes import as_is, oversubscribed
+import stateful
+from checkpoint_data import INDICES, batches, make, read, resumed, save
+from probes import oversubscribed
 from rayloader import DataLoader, StateError
+from stateful import LENGTH
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 
-# ---- samplers: `seed` differs between the run and who goes on
 
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def one_generator_for_both(seed):
-    both = generator(seed)
-    return {"sampler": RandomSampler(INDICES, generator=both), "generator": both}
-
-
-INDICES = range(data.LENGTH)
-SAMPLERS = {
-    "global generator": lambda seed: {"shuffle": True},
-    "generator": lambda seed: {"shuffle": True, "generator": generator(seed)},
-    "generator of the sampler's": lambda seed: {"sampler": RandomSampler(INDICES, generator=generator(seed))},
-    "one generator for both": one_generator_for_both,
-    "with replacement": lambda seed: {"sampler": RandomSampler(INDICES, True, 50, generator=generator(seed))},
-    "weighted": lambda seed: {"sampler": WeightedRandomSampler([1.0] * data.LENGTH, 20)},
-    "subset, unbatched": lambda seed: {"sampler": SubsetRandomSampler(range(3, 15)), "batch_size": None},
-    "batches of a sampler": lambda seed: {"batch_sampler": BatchSampler(RandomSampler(INDICES), 4, True)},
-    "batches of the user's": lambda seed: {"batch_sampler": data.GrowingBatches()},
-    "batches in a list": lambda seed: {"batch_sampler": [[0, 1], [2], [], [3, 4, 5]], "collate_fn": as_is},
-    "stateful": lambda seed: {"sampler": data.StatefulSampler(seed)},
-    "stateful, unbatched": lambda seed: {"sampler": data.StatefulSampler(seed), "batch_size": None},
-    "stateful batches": lambda seed: {"batch_sampler": data.StatefulBatchSampler(seed)},
-    "stateful iterators": lambda seed: {"sampler": data.SamplerOfStatefulIterators()},
-}
-
-
-NOT_SAMPLED = "generator of the sampler's", "with replacement", "weighted", "stateful, unbatched"  # much like others
-
-
-@some(2, 22)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in NOT_SAMPLED else ()) for n in SAMPLERS]
-)
-def test_samplers_go_on(name, which):
-    def arguments(seed):
-        return lambda: {"dataset": data.Augmented(), **SAMPLERS[name](seed)}
-
-    epochs, points = run(make(arguments(1), 2), which)
-    assert epochs[0]
-    for point in points:
-        check(epochs, point, hosted(arguments(2), 1, of=2))
-
-
-@pytest.mark.parametrize("epoch_is_set", [False, True])
-def test_a_distributed_sampler_gets_its_epoch_back(epoch_is_set):
-    def arguments():
-        return {"dataset": data.Augmented(), "sampler": DistributedSampler(range(data.LENGTH), 2, 1, seed=7)}
-
-    loader = make(arguments, 2)
-    epochs, saved = [], []
-    for epoch in range(3):
-        loader.sampler.set_epoch(epoch)
-        epochs.append([])
-        for batch in batches(loader):
-            epochs[-1].append(batch)
-            saved.append((epoch, len(epochs[-1]), save(loader)))
-    for epoch, taken, state in saved[1:-4:3]:
-        loader = hosted(arguments, 1, of=2)
-        loader.load_state_dict(read(state))
-        if epoch_is_set:
-            loader.sampler.set_epoch(epoch)
-        assert list(batches(loader)) == epochs[epoch][taken:]
-        assert loader.sampler.epoch == epoch
-        loader.sampler.set_epoch(epoch + 1)
-        assert list(batches(loader)) == epochs[epoch + 1]
+def small(seed=1, **options):
+    return make(lambda: {"dataset": stateful.Augmented(), **options}, 2, seed=seed, workers="fork")
 
 
 # ---- what a state is
@@ -98,7 +28,7 @@ def test_a_distributed_sampler_gets_its_epoch_back(epoch_is_set):
 
 def test_a_state_of_eight_workers_is_small():
     """All their generators have moved."""
-    loader = make(lambda: {"dataset": data.Augmented(400), "shuffle": True, "workers": "fork"}, 8)
+    loader = make(lambda: {"dataset": stateful.Augmented(400), "shuffle": True, "workers": "fork"}, 8)
     iterator = batches(loader)
     workers = {next(iterator)[-3][0] for _ in range(70)}
     assert workers == set(range(8))
@@ -111,81 +41,6 @@ def test_a_state_holds_no_sample():
     assert len(save(loader)) < 80_000
 
 
-def small(**options):
-    return make(lambda: {"dataset": data.Augmented(), **options}, 2)
-
-
-REFUSED = {
-    "batch_size": ({"batch_size": 4}, "batch_size"),
-    "no batch_size": ({"batch_size": None}, "batch_size"),
-    "length": ({"dataset": data.Augmented(23)}, "length"),
-    "kind": ({"dataset": data.Shuffled()}, "iterable"),
-    "drop_last": ({"drop_last": True}, "drop_last"),
-    "in_order": ({"in_order": False}, "in_order"),
-    "seeding": ({"seeding": "batch"}, "seeding"),
-    "other indices": ({"shuffle": True}, "sampler|indices"),
-    "another sampler": ({"sampler": data.StatefulSampler(1)}, "sampler|indices"),
-    "another rank's": ({"sampler": DistributedSampler(range(2 * data.LENGTH), 2, 1, shuffle=False)}, "sampler|indices"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_state_of_another_loader_is_refused(name):
-    options, what_differs = REFUSED[name]
-    loader = small()
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    with pytest.raises(StateError, match=f"(?i){what_differs}"):
-        resumed(small(**options), save(loader))
-
-
-def test_an_order_that_nobody_can_draw_again_is_refused():
-    def arguments():
-        return {"dataset": data.Augmented(), "sampler": data.UnseededSampler()}
-
-    loader = make(arguments, 2)
-    next(iter(loader))
-    with pytest.raises(StateError, match=r"sampler|indices"):
-        resumed(make(arguments, 2), save(loader))
-
-
-@pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
-def test_indices_in_tensors_and_arrays_are_compared_too(kind):
-    def arguments(seed):
-        return lambda: {"dataset": data.Augmented(), "batch_sampler": data.TensorBatches(seed, kind)}
-
-    loader = make(arguments(1), 2)
-    expected = list(batches(loader))
-    torch.manual_seed(1)
-    next(iter(loader))
-    saved = save(loader)
-    assert resumed(make(arguments(1), 2), saved)[0] == expected[1:]
-    with pytest.raises(StateError, match="indices"):
-        resumed(make(arguments(2), 2), saved)
-
-
-@pytest.mark.parametrize("state", [None, [], "state", {"_snapshot": {"_main_snapshot": {}}, "_num_yielded": 3}])
-def test_what_is_no_state_is_refused_and_changes_nothing(state):
-    expected = list(batches(small()))
-    loader = small()
-    with pytest.raises(StateError):
-        loader.load_state_dict(state)
-    assert list(batches(loader)) == expected
-
-
-def test_a_state_of_an_unknown_version_is_refused():
-    loader = small()
-    state = loader.state_dict()
-    assert isinstance(state["version"], int)
-    with pytest.raises(StateError, match="version"):
-        loader.load_state_dict({**state, "version": state["version"] + 1})
-
-
-def generators():
-    return random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
-
-
 def test_what_the_program_puts_beside_a_states_own_parts_is_left_alone():
     loader = small()
     expected = list(batches(loader))
@@ -193,15 +48,159 @@ def test_what_the_program_puts_beside_a_states_own_parts_is_left_alone():
     assert list(batches(loader)) == expected
 
 
-class Holds(data.Sized):
+class Remembers(stateful.Sized):
+    """Its state is of types that a file of plain data can't hold, and of NumPy's; each batch shows it."""
+
+    def __init__(self):
+        super().__init__(96)
+        self.state = {
+            "by name": OrderedDict(second=0, first=0),
+            "counts": Counter(),
+            "last": np.zeros(3, np.int16),
+            "number": np.float32(0.5),
+            "dtype": torch.float32,
+        }
+
+    def __getitem__(self, index):
+        self.state["by name"].move_to_end("first" if index % 2 else "second")
+        self.state["counts"][index // 10] += 1
+        self.state["last"][index % 3] = index
+        self.state["number"] = np.float32(index)
+        self.state["dtype"] = torch.bfloat16 if index % 3 else torch.int8
+        return [index, repr(self.state)]
+
+    def state_dict(self):
+        return copy.deepcopy(self.state)
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_of_the_types_of_python_and_torch_goes_through_a_file(num_workers):
+    def fresh():
+        return make(lambda: {"dataset": Remembers(), "batch_size": 4}, num_workers)
+
+    loader = fresh()
+    iterator = batches(loader)
+    for _ in range(10):
+        next(iterator)
+    saved = save(loader)
+    rest = list(iterator)
+    assert len(rest) == 14
+    assert resumed(fresh(), saved)[0] == rest
+    shown = rest[-1][1][-1]
+    for text in ("OrderedDict(", "Counter(", "dtype=int16", "np.float32(", "torch."):
+        assert text in shown
+
+
+# ---- what it does not fit
+
+
+class TensorBatches(torch.utils.data.Sampler):
+    """Gives its batches as tensors, or arrays, of a permutation; of another seed another one."""
+
+    def __init__(self, seed, kind=torch.Tensor):
+        self.seeds = [seed]  # in a list: only the indices show that it is another
+        self.kind = kind
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(*self.seeds))
+        return iter((order.numpy() if self.kind is np.ndarray else order).reshape(7, 3))
+
+
+REFUSED = {  # the arguments where it was saved, and where it is loaded, and what the error says
+    "batch_size": ({}, {"batch_size": 4}, "batch_size"),
+    "no batch_size": ({}, {"batch_size": None}, "batch_size"),
+    "length": ({}, {"dataset": stateful.Augmented(23)}, "length"),
+    "kind": ({}, {"dataset": stateful.Shuffled()}, "iterable"),
+    "drop_last": ({}, {"drop_last": True}, "drop_last"),
+    "in_order": ({}, {"in_order": False}, "in_order"),
+    "seeding": ({}, {"seeding": "batch"}, "seeding"),
+    "other indices": ({}, {"shuffle": True}, "sampler|indices"),
+    "another sampler": ({}, {"sampler": stateful.StatefulSampler(1)}, "sampler|indices"),
+    "another rank's": (
+        {},
+        {"sampler": DistributedSampler(range(2 * LENGTH), 2, 1, shuffle=False)},
+        "sampler|indices",
+    ),
+    "another generator": (
+        {"sampler": torch.utils.data.RandomSampler(INDICES, generator=torch.Generator())},
+        {"sampler": torch.utils.data.RandomSampler(INDICES)},
+        "1 random generators of its own, this one has 0",
+    ),
+    "tensors of other indices": (
+        {"batch_sampler": TensorBatches(1)},
+        {"batch_sampler": TensorBatches(2)},
+        "indices",
+    ),
+    "arrays of other indices": (
+        {"batch_sampler": TensorBatches(1, np.ndarray)},
+        {"batch_sampler": TensorBatches(2, np.ndarray)},
+        "indices",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_state_of_another_loader_is_refused(case):
+    here, there, what_differs = REFUSED[case]
+    loader = small(**here)
+    iterator = batches(loader)
+    for _ in range(3):
+        next(iterator)
+    saved, rest = save(loader), list(iterator)
+    with pytest.raises(StateError, match=f"(?i){what_differs}"):
+        resumed(small(**there), saved)
+    assert resumed(small(seed=2, **here), saved)[0] == rest
+
+
+NO_STATES = {
+    "None": (lambda state: None, None),
+    "a list": (lambda state: [], None),
+    "text": (lambda state: "state", None),
+    "torchdata's": (lambda state: {"_snapshot": {"_main_snapshot": {}}, "_num_yielded": 3}, None),
+    "a later version": (lambda state: {**state, "version": state["version"] + 1}, "version"),
+    # Accelerate lowers the count where batches were fetched for other processes, and not dispatched yet.
+    "ahead": (
+        lambda state: {**state, "_num_yielded": 1},
+        "says that 2 batches were taken, and _num_yielded=1 dispatched",
+    ),
+    "no count": (lambda state: without(state, ["_num_yielded"]), "lacks _num_yielded"),
+}
+
+
+def generators():
+    return random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("case", NO_STATES)
+def test_what_is_no_state_is_refused_and_changes_nothing(case):
+    change, text = NO_STATES[case]
+    loader = small()
+    iterator = batches(loader)
+    found = [next(iterator), next(iterator)]
+    state = loader.state_dict()
+    rest = list(iterator)
+    loader = small()
+    before = generators()
+    with pytest.raises(StateError, match=text):
+        loader.load_state_dict(change(state))
+    assert generators() == before
+    assert list(batches(loader)) == found + rest
+    loader.load_state_dict({**state, "_iterator_finished": False})  # which Accelerate adds
+    assert list(batches(loader)) == rest
+
+
+class Holds(stateful.Indices):
     """Holds a generator; a dataset, or a sampler."""
 
     def __init__(self, generator):
         super().__init__()
         self.generator = generator
-
-    def __getitem__(self, index):
-        return index
 
     def __iter__(self):
         return iter(range(self.length))
@@ -222,105 +221,11 @@ def test_a_state_of_other_kinds_of_generators_is_refused_and_changes_nothing(hol
         assert generators() == before
 
 
-def test_a_state_that_is_ahead_of_what_was_dispatched_is_refused():
-    """Accelerate lowers the count where batches were fetched for other processes, and not dispatched yet."""
-    loader = small()
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    state = loader.state_dict()
-    with pytest.raises(StateError, match="says that 2 batches were taken, and _num_yielded=1 dispatched"):
-        small().load_state_dict({**state, "_num_yielded": 1})
-    with pytest.raises(StateError, match="lacks _num_yielded"):
-        small().load_state_dict({name: part for name, part in state.items() if name != "_num_yielded"})
-    rest = list(batches(iterator))
-    loader = small()
-    loader.load_state_dict({**state, "_iterator_finished": False})  # which Accelerate adds
-    assert list(batches(loader)) == rest
-
-
-# ---- what the user's objects tell
-
-
-class TellsAll(data.Indices):
-    """Tells what it is given."""
-
-    def __init__(self, told=None):
-        super().__init__()
-        self.told = told
-
-    def state_dict(self):
-        return self.told
-
-    def load_state_dict(self, state):
-        self.told = state
-
-
-def tells_all():
-    told = {1: (2, 3), "generator": random.Random(1).getstate(), "bytes": b"\xff", "array": np.arange(3), "set": {4}}
-    return {"dataset": TellsAll(told), "sampler": data.StatefulSampler(5)}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_goes_through_a_file_with_all_types_that_the_users_parts_have(num_workers):
-    loader = make(tells_all, num_workers)
-    iterator = batches(loader)
-    next(iterator)
-    file = save(loader)
-    rest = list(iterator)
-    loader = make(lambda: {**tells_all(), "dataset": TellsAll(), "sampler": data.StatefulSampler(6)}, num_workers)
-    loader.load_state_dict(read(file))
-    if not num_workers:
-        told = loader.dataset.told
-        assert told.pop("array").tolist() == [0, 1, 2]
-        assert told == {name: value for name, value in tells_all()["dataset"].told.items() if name != "array"}
-    assert list(batches(loader)) == rest
-
-
-# ---- what a dataset tells
-
-
-class Telling(data.Indices):
-    """Tells what a function gives."""
-
-    def __init__(self, tell):
-        super().__init__()
-        self.tell, self.loaded = tell, None
-
-    def state_dict(self):
-        return {"told": self.tell()}
-
-    def load_state_dict(self, state):
-        self.loaded = state["told"]
-
-
-def cycle():
-    told = []
-    told.append([told])
-    return told
-
-
-def deep(levels):
-    return lambda: functools.reduce(lambda told, _: [told], range(levels), 1)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("tell", [cycle, deep(200), deep(9000)], ids=["cycle", "200 levels", "9000 levels"])
-def test_what_a_dataset_tells_has_no_cycle_and_is_not_too_deep(tell, workers):
-    loader = make(lambda: {"dataset": Telling(tell)}, num_workers=workers)
-    iterator = iter(loader)
-    for _ in range(8):  # until both workers have told
-        next(iterator)
-    with pytest.raises(StateError, match=r"must not hold itself, nor be nested more than 100 levels deep"):
-        loader.state_dict()
-
-
 DAMAGED = {
-    "map-style": lambda: {"dataset": data.Augmented(), "shuffle": True},
-    "iterable": lambda: {"dataset": data.Shuffled()},
-    "iterable with a state": lambda: {"dataset": data.StatefulStream()},
-    "without workers": lambda: {"dataset": data.OwnGenerators(), "shuffle": True, "num_workers": 0},
-    "seeded by batch": lambda: {"dataset": data.Noise(), "shuffle": True, "seeding": "batch"},
-    "distributed": lambda: {"dataset": data.Noise(), "sampler": DistributedSampler(INDICES, 2, 1), "shuffle": None},
+    "map-style": lambda: {"dataset": stateful.Augmented(), "shuffle": True},
+    "iterable with a state": lambda: {"dataset": stateful.StatefulStream()},
+    "without workers": lambda: {"dataset": stateful.OwnGenerators(), "shuffle": True, "num_workers": 0},
+    "distributed": lambda: {"dataset": stateful.Noise(), "sampler": DistributedSampler(INDICES, 2, 1)},
 }
 
 
@@ -359,14 +264,52 @@ def test_a_state_that_lacks_a_field_is_refused_and_changes_nothing(kind):
     assert list(batches(loader)) == rest
 
 
+# ---- what a dataset tells
+
+
+class Telling(stateful.Indices):
+    """Tells what a function gives."""
+
+    def __init__(self, tell):
+        super().__init__()
+        self.tell = tell
+
+    def state_dict(self):
+        return {"told": self.tell()}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def cycle():
+    told = []
+    told.append([told])
+    return told
+
+
+def deep():
+    return functools.reduce(lambda told, _: [told], range(9000), 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tell", [cycle, deep])
+def test_what_a_dataset_tells_has_no_cycle_and_is_not_too_deep(tell, workers):
+    loader = make(lambda: {"dataset": Telling(tell)}, num_workers=workers)
+    iterator = iter(loader)
+    for _ in range(8):  # until both workers have told
+        next(iterator)
+    with pytest.raises(StateError, match=r"must not hold itself, nor be nested more than 100 levels deep"):
+        loader.state_dict()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_numbers_of_any_size_may_be_told(workers):
     loader = make(lambda: {"dataset": Telling(lambda: 1 << 20000)}, num_workers=workers)
-    iterator = iter(loader)
+    iterator = batches(loader)
     next(iterator)
     state = loader.state_dict()
-    rest = [batch.tolist() for batch in iterator]
+    rest = list(iterator)
     loader = make(lambda: {"dataset": Telling(int)}, num_workers=workers)
     loader.load_state_dict(state)
-    assert [batch.tolist() for batch in loader] == rest
-    assert workers or loader.dataset.loaded == 1 << 20000
+    assert list(batches(loader)) == rest
+    assert workers or loader.dataset.loaded == {"told": 1 << 20000}

@@ -13,16 +13,16 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
-import checkpoint_data as data
-from checkpoint_data import EPOCHS, LENGTH, batches, make, plain, read, save
+import stateful
+from checkpoint_data import EPOCHS, INDICES, batches, make, plain, read, save
 from probes import oversubscribed
 from rayloader import StateError
+from stateful import LENGTH
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), oversubscribed]
 
-INDICES = range(LENGTH)
 TAKEN = 3  # batches before a state is saved in the middle of an epoch; 8 an epoch
 
 
@@ -42,7 +42,7 @@ class Program:
 
     def arguments(self):
         """Of the training loader."""
-        return {"dataset": data.Augmented(), "shuffle": True}
+        return {"dataset": stateful.Augmented(), "shuffle": True}
 
     def before(self, epoch):
         """Runs before each epoch."""
@@ -69,27 +69,14 @@ class Program:
             loader.load_state_dict(read(state))
 
 
-class SetsTheEpoch(Program):
-    def arguments(self):
-        return {"dataset": data.Augmented(), "sampler": DistributedSampler(INDICES, 1, 0, seed=5)}
-
-    def before(self, epoch):
-        self.loader.sampler.set_epoch(2 * epoch + 1)
-
-
 class SeedsEachEpoch(Program):
     def before(self, epoch):
         torch.manual_seed(100 + epoch)
 
 
-class DrawsToo(Program):
-    def after(self):
-        return torch.rand(1).item()
-
-
 class SeedsItsGenerator(Program):
     def arguments(self):
-        return {"dataset": data.Augmented(), "shuffle": True, "generator": self.generator}
+        return {**super().arguments(), "generator": self.generator}
 
     def before(self, epoch):
         self.generator.manual_seed(50 + epoch)
@@ -97,60 +84,16 @@ class SeedsItsGenerator(Program):
 
 class DrawsFromItsGenerator(Program):
     def arguments(self):
-        return {"dataset": data.Augmented(), "shuffle": True, "generator": self.generator}
+        return {**super().arguments(), "generator": self.generator}
 
     def after(self):
         return torch.rand(1, generator=self.generator).item()
 
 
-class DrawsWithReplacement(Program):
-    """Its sampler draws 32 indices at a time, some of them in the middle of the epoch."""
-
-    def arguments(self):
-        sampler = RandomSampler(INDICES, replacement=True, num_samples=2 * LENGTH, generator=self.generator)
-        return {"dataset": data.Augmented(), "sampler": sampler, "batch_size": 6}
-
-
-class Lazy(Sampler):
-    """Draws each index from the global generators when it is asked."""
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        for _ in range(LENGTH):
-            drawn = random.random(), np.random.rand(), torch.rand(1).item()
-            yield int(sum(drawn) * 1000) % LENGTH
-
-
-class DrawsLazily(Program):
-    def arguments(self):
-        return {"dataset": data.Augmented(), "sampler": Lazy()}
-
-
-class Counts(Sampler):
-    """Counts its epochs, as many a sampler does, and shuffles by that."""
-
-    def __init__(self):
-        self.epoch = 0
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        self.epoch += 1
-        return iter(random.Random(self.epoch).sample(INDICES, LENGTH))
-
-
-class CountsInItsSampler(Program):
-    def arguments(self):
-        return {"dataset": data.Augmented(), "sampler": Counts()}
-
-
 class CountsWhileItIsAsked(Program):
     """The iterator makes of the counter what the epoch is."""
 
-    class Sampler(Counts):
+    class Sampler(stateful.Counts):
         def __iter__(self):
             self.epoch += 1
             for index in random.Random(self.epoch).sample(INDICES, LENGTH):
@@ -158,21 +101,18 @@ class CountsWhileItIsAsked(Program):
                 yield index
 
     def arguments(self):
-        return {"dataset": data.Augmented(), "batch_sampler": BatchSampler(self.Sampler(), 3, False)}
+        sampler = self.Sampler()
+        return {"dataset": stateful.Augmented(), "batch_sampler": BatchSampler(sampler, 3, False)}
 
 
-class Stateful(Program):
-    def arguments(self):
-        return {"dataset": data.Augmented(), "sampler": data.StatefulSampler(self.generator.initial_seed())}
-
-
-class Validates(Program):
+class ValidatesAndDraws(Program):
     """With a loader of its own, also shuffled, whose seeds come from the same generator."""
 
     def __init__(self, seed, **options):
         super().__init__(seed, **options)
         torch.manual_seed(seed)
-        self.loaders.append(make(lambda: {"dataset": data.Augmented(9), "shuffle": True}, 1, seed=seed, **options))
+        arguments = {"dataset": stateful.Augmented(9), "shuffle": True}
+        self.loaders.append(make(lambda: arguments, 1, seed=seed, **options))
 
     def after(self):
         return torch.rand(1).item()
@@ -182,34 +122,20 @@ class Validates(Program):
 
 
 PROGRAMS = [
-    SetsTheEpoch,
     SeedsEachEpoch,
-    DrawsToo,
     SeedsItsGenerator,
     DrawsFromItsGenerator,
-    DrawsWithReplacement,
-    DrawsLazily,
-    CountsInItsSampler,
     CountsWhileItIsAsked,
-    Stateful,
-    Validates,
+    ValidatesAndDraws,
 ]
-SAMPLED = SetsTheEpoch, SeedsEachEpoch, SeedsItsGenerator, CountsInItsSampler, CountsWhileItIsAsked, Validates
 
 
-def options():
-    """Persistent workers or not, and a deep window or torch's; for some programs a sample has one of the four."""
-    for number, program in enumerate(PROGRAMS):
-        for place, (persistent, depth) in enumerate(itertools.product([True, False], [9, 2])):
-            given = {"persistent_workers": persistent, "prefetch_factor": depth}
-            name = f"{program.__name__}{'-persistent' if persistent else ''}{'-deep' if depth > 2 else ''}"
-            yield pytest.param(
-                program, given, id=name, marks=() if place == number % 4 and program in SAMPLED else pytest.mark.full
-            )
+WAYS = itertools.cycle(itertools.product([True, False], [9, 2]))  # persistent workers; a deep window, or torch's
 
 
-@pytest.mark.parametrize(("program", "options"), list(options()))
-def test_a_program_that_is_started_again_goes_on_as_if_nothing_had_been(program, options):
+@pytest.mark.parametrize(("program", "way"), list(zip(PROGRAMS, WAYS, strict=False)))
+def test_a_program_that_is_started_again_goes_on_as_if_nothing_had_been(program, way):
+    options = {"persistent_workers": way[0], "prefetch_factor": way[1]}
     running = program(1, **options)
     steps, saved = [], {}
     for step in running.steps():
@@ -222,38 +148,38 @@ def test_a_program_that_is_started_again_goes_on_as_if_nothing_had_been(program,
         assert list(again.steps(epoch=taken // 9)) == steps[taken:], f"after {taken} steps"
 
 
-def moved(loader, generator):
-    """Which generators an `iter()` moves."""
-    before = random.getstate(), plain(list(np.random.get_state())), torch.get_rng_state(), generator.get_state()
-    iterator = iter(loader)
-    after = random.getstate(), plain(list(np.random.get_state())), torch.get_rng_state(), generator.get_state()
-    del iterator
-    same = before[0] == after[0], before[1] == after[1], *map(torch.equal, before[2:], after[2:])
-    return [name for name, is_same in zip(("python", "numpy", "torch", "own"), same, strict=True) if not is_same]
+# ---- the program's generators
+
+
+def of_the_program(own):
+    """The states of all generators."""
+    return (
+        random.getstate(),
+        plain(list(np.random.get_state())),
+        torch.get_rng_state().tolist(),
+        own.get_state().tolist(),
+    )
 
 
 @pytest.mark.parametrize("sampler", ["stock", "lazy"])
 def test_the_iter_that_goes_on_in_the_middle_of_an_epoch_moves_no_generator(sampler):
     own = torch.Generator()
-
-    def arguments():
-        order = {"shuffle": True, "generator": own} if sampler == "stock" else {"sampler": Lazy()}
-        return {"dataset": data.Augmented(), **order}
-
-    loader = make(arguments, 2)
-    iterator = batches(loader)
-    next(iterator)
+    order = {"shuffle": True, "generator": own} if sampler == "stock" else {"sampler": stateful.Lazy()}
+    loader = make(lambda: {"dataset": stateful.Augmented(), **order}, 2)
+    next(iter(loader))
     state = loader.state_dict()
-    loader.load_state_dict(state)
-    assert moved(loader, own) == []
-    loader.load_state_dict(state)
-    random.seed(4), np.random.seed(4), torch.manual_seed(4), own.manual_seed(4)
-    assert moved(loader, own) == []
+    for seeds in (False, True):
+        loader.load_state_dict(state)
+        if seeds:
+            random.seed(4), np.random.seed(4), torch.manual_seed(4), own.manual_seed(4)
+        before = of_the_program(own)
+        iter(loader)
+        assert of_the_program(own) == before
 
 
 def test_a_state_is_loaded_at_once_and_what_the_program_does_then_counts():
     own = torch.Generator()
-    loader = make(lambda: {"dataset": data.Augmented(), "shuffle": True, "generator": own}, 2)
+    loader = make(lambda: {"dataset": stateful.Augmented(), "shuffle": True, "generator": own}, 2)
     next(iter(loader))
     saved, at_save = save(loader), own.get_state()
     own.manual_seed(3)
@@ -269,22 +195,11 @@ def test_a_state_is_loaded_at_once_and_what_the_program_does_then_counts():
     del iterator
 
 
-# ---- arguments of samplers
+# ---- samplers
 
 
 def of(sampler):
-    return lambda: {"dataset": data.Augmented(), "sampler": sampler}
-
-
-class Mine(Sampler):
-    def __init__(self, **attributes):
-        vars(self).update(attributes)
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        return iter(INDICES)
+    return lambda: {"dataset": stateful.Augmented(), "sampler": sampler}
 
 
 @pytest.mark.parametrize("taken", [0, 2, 9])
@@ -307,48 +222,52 @@ def test_the_arguments_of_a_sampler_stay_and_other_ones_show_in_the_indices(take
         assert list(map(plain, other)) == list(map(plain, loader(2)))
 
 
-def test_a_state_that_is_refused_changes_nothing():
-    """The sampler has no generator of its own here; there it had one."""
-    saved = save(make(of(RandomSampler(INDICES, generator=torch.Generator())), 1))
-    loader = make(of(RandomSampler(INDICES)), 1)
-    before = torch.get_rng_state()
-    with pytest.raises(StateError, match="1 random generators of its own, this one has 0"):
-        loader.load_state_dict(read(saved))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len(list(loader)) == 8
+@pytest.mark.parametrize("epoch_is_set", [False, True])
+def test_a_distributed_sampler_gets_its_epoch_back(epoch_is_set):
+    def fresh():
+        return make(of(DistributedSampler(INDICES, 2, 1, seed=7)), 1, workers="fork")
+
+    loader = fresh()
+    loader.sampler.set_epoch(3)
+    iterator = batches(loader)
+    next(iterator)
+    saved, rest = save(loader), list(iterator)
+    loader = fresh()
+    loader.load_state_dict(read(saved))
+    assert loader.sampler.epoch == 3
+    if epoch_is_set:
+        loader.sampler.set_epoch(3)
+    assert list(batches(loader)) == rest
 
 
 def test_an_epoch_that_the_program_sets_is_restored_whenever_it_was_set():
-    class Sets(Mine):
+    class Sets(stateful.Counts):
+        current_epoch = 0
+
         def set_epoch(self, epoch):
             self.current_epoch = epoch
 
-    state = save(make(of(Sets(current_epoch=0)), 1))
-    sampler = Sets(current_epoch=0)
-    sampler.set_epoch(3)
-    loader = make(of(sampler), 1)
+    def fresh():
+        sampler = Sets()
+        sampler.current_epoch = 0
+        return make(of(sampler), 1)
+
+    state = save(fresh())
+    loader = fresh()
+    loader.sampler.set_epoch(3)
     loader.load_state_dict(read(state))
-    assert sampler.current_epoch == 0
-
-
-# ---- samplers that tell their state
-
-
-class Big(data.StatefulSampler):
-    """Its state is big; counts how often it is told."""
-
-    def __init__(self, seed):
-        super().__init__(seed)
-        self.told = 0
-        self.weights = np.zeros(1 << 14)
-
-    def state_dict(self):
-        self.told += 1
-        return {**super().state_dict(), "weights": self.weights}
+    assert loader.sampler.current_epoch == 0
 
 
 def test_a_sampler_tells_its_state_once_an_epoch_and_not_for_each_draw():
-    sampler = Big(1)
+    class Big(stateful.StatefulSampler):
+        told = 0
+
+        def state_dict(self):
+            self.told += 1
+            return {**super().state_dict(), "weights": np.zeros(1 << 14)}
+
+    sampler = Big()
     loader = make(of(sampler), 2)
     for _ in range(3):
         assert len(list(loader)) == 8
@@ -356,11 +275,11 @@ def test_a_sampler_tells_its_state_once_an_epoch_and_not_for_each_draw():
 
 
 def test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks():
-    class Locked(data.StatefulSampler):
+    class Locked(stateful.StatefulSampler):
         def state_dict(self):
             return {"lock": threading.Lock()}
 
-    loader = make(of(Locked(1)), 2)
+    loader = make(of(Locked()), 2)
     assert sorted(index for batch in loader for index in batch[0].tolist()) == list(INDICES)
     iterator = iter(loader)
     next(iterator)
@@ -368,30 +287,93 @@ def test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks():
         loader.state_dict()
 
 
-@pytest.mark.parametrize("batched", [pytest.param(True, marks=pytest.mark.full), False])
-def test_samplers_of_torchdata(batched):
-    """At an epoch's end theirs say that all was given; the next epoch is a whole one."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+# ---- samplers without a `state_dict`, which hold generators, or their code does
 
-    def arguments():
-        sampler = stateful.StatefulDistributedSampler(INDICES, 1, 0, seed=3)
-        given = {"batch_sampler": stateful.BatchSampler(sampler, 3, False)} if batched else {"sampler": sampler}
-        return {"dataset": data.Augmented(), **given}
 
-    epochs, points = data.run(make(arguments, 2), slice(0, None, 3))
-    assert [len(epoch) for epoch in epochs] == [8, 8, 8]
-    for point in points:
-        data.check(epochs, point, make(arguments, 2, seed=2))
+def draws(generator):
+    return (generator.randrange(LENGTH) for _ in range(LENGTH))
+
+
+OF_THE_MODULE = random.Random(0)
+
+
+class OfTheModule(Sampler):
+    def __init__(self, dataset):
+        """Keeps nothing."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        return draws(OF_THE_MODULE)
+
+
+class OfItsData(OfTheModule):
+    def __init__(self, dataset):
+        self.data_source = dataset
+
+    def __iter__(self):
+        return iter(list(draws(self.data_source.python)))
+
+
+def in_a_closure(dataset):
+    generator = random.Random(0)
+
+    class InAClosure(OfTheModule):
+        def __iter__(self):
+            return draws(generator)
+
+    return InAClosure(dataset)
+
+
+def unseeded(dataset):
+    class Unseeded(OfTheModule):
+        def __iter__(self):
+            return iter(np.random.default_rng().permutation(LENGTH).tolist())
+
+    return Unseeded(dataset)
+
+
+def with_sampler(kind, num_workers=0):
+    random.seed(1)
+    dataset = stateful.OwnGenerators()
+    return make(lambda: {"dataset": dataset, "sampler": kind(dataset), "collate_fn": indices_of}, num_workers)
+
+
+def indices_of(samples):
+    return [sample[0] for sample in samples]
+
+
+@pytest.mark.parametrize(("num_workers", "taken"), [(0, 0), (0, 1), (2, 0), (2, 1)])
+def test_the_next_epochs_have_the_orders_that_they_would_have_had(num_workers, taken):
+    loader = with_sampler(OfTheModule, num_workers)
+    first = list(loader)
+    iterator = iter(loader) if taken else None
+    for _ in range(taken):
+        next(iterator)
+    state = loader.state_dict()
+    rest = list(iterator or loader), list(loader)
+    assert first != rest[1] != rest[0]
+    again = with_sampler(OfTheModule, num_workers)
+    again.load_state_dict(state)
+    assert (list(again), list(again)) == rest
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", [OfItsData, in_a_closure, unseeded])
+def test_in_the_middle_of_an_epoch_an_order_that_cannot_be_drawn_again_is_an_error(kind, num_workers):
+    loader = with_sampler(kind, num_workers)
+    list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    again = with_sampler(kind, num_workers)
+    again.load_state_dict(state)
+    with pytest.raises(StateError, match="the sampler did not reproduce its indices"):
+        iter(again)
 
 
 # ---- other workers than those that were saved
-
-
-def ordinary(arguments, num_workers, generator_state, **options):
-    """An epoch that begins with torch's generator in this state."""
-    loader = make(arguments, num_workers, **options)
-    torch.set_rng_state(generator_state)
-    return list(batches(loader))
 
 
 def in_second_epoch(loader, taken):
@@ -405,50 +387,50 @@ def in_second_epoch(loader, taken):
     return iterator
 
 
-def three_choices():
-    """Saved by persistent workers, loaded by such, at the end of an epoch: any two of the three meet in a sample."""
-    for saved, loaded, taken in itertools.product((False, True), (False, True), (TAKEN, 8)):
-        in_sample = (taken == 8) == (saved != loaded)
-        yield pytest.param((saved, loaded), taken, marks=() if in_sample else pytest.mark.full)
-
-
-@pytest.mark.parametrize(("persistent", "taken"), list(three_choices()))
+# Saved by persistent workers, loaded by such, and when.
+@pytest.mark.parametrize(
+    ("persistent", "taken"),
+    [((False, False), TAKEN), ((True, True), TAKEN), ((False, True), 8), ((True, False), 8)],
+)
 def test_other_workers_end_the_epoch_and_then_the_loaders_own_begin(caplog, persistent, taken):
     """Saved by three workers, one of them persistent or not; loaded by as many, and by four and by two."""
 
-    def arguments():
-        return {"dataset": data.Augmented(), "shuffle": True}
+    def fresh(num_workers, persistent, seed=1):
+        arguments = {"dataset": stateful.Augmented(), "shuffle": True}
+        return make(lambda: arguments, num_workers, seed=seed, persistent_workers=persistent, workers="fork")
 
-    loader = make(arguments, 3, persistent_workers=persistent[0])
+    loader = fresh(3, persistent[0])
     iterator = in_second_epoch(loader, taken)
     saved, rest = save(loader), list(iterator)
     for num_workers in (2, 4):
         caplog.clear()
-        again = make(arguments, num_workers, seed=2, persistent_workers=persistent[1])
+        again = fresh(num_workers, persistent[1], seed=2)
         again.load_state_dict(read(saved))
         if rest:
             assert list(batches(again)) == rest
             assert ("rest of this epoch has 3 workers" in caplog.text) is (num_workers == 2)
         now = torch.get_rng_state()
         following = list(batches(again))
-        assert following == ordinary(arguments, num_workers, now)
+        ordinary = fresh(num_workers, persistent[1])
+        torch.set_rng_state(now)
+        assert following == list(batches(ordinary))
         assert {batch[-2][0] for batch in following} == {num_workers}
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("taken", [TAKEN, 8])
 def test_with_seeds_for_batches_the_loaders_own_workers_go_on_at_once(caplog, persistent, taken):
-    options = {"seeding": "batch", "persistent_workers": persistent}
+    def fresh(num_workers, seed=1):
+        options = {"seeding": "batch", "persistent_workers": persistent, "workers": "fork"}
+        return make(lambda: {"dataset": stateful.Noise(), "shuffle": True}, num_workers, seed=seed, **options)
 
-    def arguments():
-        return {"dataset": data.Indices(), "shuffle": True, "collate_fn": lambda samples: [samples, *data.noise()]}
-
-    expected = [list(batches(loader)) for loader in [make(arguments, 3, **options)] * EPOCHS]
-    loader = make(arguments, 3, **options)
+    loader = fresh(3)
+    expected = [list(batches(loader)) for _ in range(EPOCHS)]
+    loader = fresh(3)
     iterator = in_second_epoch(loader, taken)
     saved = save(loader)
     for num_workers in (1, 4):
-        again = make(arguments, num_workers, seed=2, **options)
+        again = fresh(num_workers, seed=2)
         again.load_state_dict(read(saved))
         with caplog.at_level(logging.WARNING, "rayloader"):
             iterator = batches(again)
@@ -465,9 +447,9 @@ def own_noise(samples, generator):
 
 
 HOLDERS = {
-    "dataset": lambda: {"dataset": data.OwnGenerators()},
+    "dataset": lambda: {"dataset": stateful.OwnGenerators()},
     "collate_fn": lambda: {
-        "dataset": data.Indices(),
+        "dataset": stateful.Indices(),
         "collate_fn": functools.partial(own_noise, generator=random.Random(6)),
     },
 }

@@ -11,12 +11,10 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import checkpoint_data as data
-from checkpoint_data import batches, check, endless, make, plain, read, resumed, run, save, some
+import stateful as data
+from checkpoint_data import CASES, SAMPLERS, batches, check, endless, make, plain, read, resumed, run, save, some
 from probes import Calls, as_is, oversubscribed
 from rayloader import DataLoader, ReplayError, SkipLimitError, StateError
-from test_checkpoint import CASES
-from test_checkpoint_fit import SAMPLERS
 
 LOCAL = {
     **{name: case for name, case in CASES.items() if name != "augmented, strict depth"},

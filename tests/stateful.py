@@ -1,17 +1,22 @@
-"""Datasets and samplers of the conformance cases that have a state of their own, in every place where one may be.
+"""Datasets and samplers that have a state of their own, in every place where one may be; nothing here knows rayloader.
 
 `salt` is known to nobody but an object's `state_dict`: the object that goes on has another one, so that the same
-batches come only if its state was loaded. The promises of conformance_datasets.py hold here too.
+batches come only if its state was loaded. No global here ever changes: whatever is random comes from the generators
+that a worker is seeded with, or from an object's own.
 """
 
+import os
 import random
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
-from conformance_datasets import LENGTH, Sized, fail
-from conformance_iterables import worker_and_count
+LENGTH = 22  # samples, in batches of three: eight, the last of one
+
+
+class PlannedError(Exception):
+    """Raised by a dataset."""
 
 
 def noise():
@@ -20,9 +25,41 @@ def noise():
     return [random.random(), random.gauss(0, 1), *numpys, torch.rand(()), torch.randn(())]
 
 
+def own_id():
+    """Of the worker; without workers this process is another one."""
+    info = get_worker_info()
+    return 2 if info is None else info.id
+
+
 def stream_length():
     """Unequal ones: batches of three end short in each worker, at another time."""
-    return 4 + 5 * worker_and_count()[0]
+    return 4 + 5 * own_id()
+
+
+class Sized(Dataset):
+    def __init__(self, length=LENGTH):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+class Indices(Sized):
+    def __getitem__(self, index):
+        return index
+
+
+class Noise(Sized):
+    def __getitem__(self, index):
+        return [index, *noise()]
+
+
+class Augmented(Noise):
+    """Tells what its worker is, too."""
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        return [*super().__getitem__(index), *((info.id, info.num_workers, info.seed) if info else ())]
 
 
 class OwnGenerators(Sized):
@@ -81,7 +118,7 @@ class Faulty(Sized):
     def __getitem__(self, index):
         drawn = noise()
         if index in (1, 6, 7, 8, 13):
-            fail("value")
+            raise PlannedError
         return [index, *drawn]
 
 
@@ -96,7 +133,7 @@ class Shuffled(IterableDataset):
         random.shuffle(samples)
         self.generator.shuffle(samples)
         for index in torch.randperm(len(samples)).tolist():
-            yield [worker_and_count()[0], samples[index], *noise(), self.generator.random()]
+            yield [own_id(), samples[index], *noise(), self.generator.random()]
 
 
 class Buffered(IterableDataset):
@@ -107,28 +144,31 @@ class Buffered(IterableDataset):
         buffer = [0, 1, 2]
         for index in range(3, stream_length() + 3):
             slot = generator.randrange(3)
-            yield [worker_and_count()[0], buffer[slot], generator.random()]
+            yield [own_id(), buffer[slot], generator.random()]
             buffer[slot] = index
 
 
-class StatefulStream(IterableDataset):
-    """Goes on where its state says."""
+class Positioned:
+    """Tells its salt and its position, of which the first is 0."""
 
     def __init__(self, salt=0):
-        self.salt = salt
-        self.position = 0
-
-    def __iter__(self):
-        while self.position < stream_length():
-            self.position += 1
-            yield [worker_and_count()[0], self.position, self.salt, *noise()]
-        self.position = 0
+        self.salt, self.position = salt, 0
 
     def state_dict(self):
         return {"salt": self.salt, "position": self.position}
 
     def load_state_dict(self, state):
         self.salt, self.position = state["salt"], state["position"]
+
+
+class StatefulStream(Positioned, IterableDataset):
+    """Goes on where its state says."""
+
+    def __iter__(self):
+        while self.position < stream_length():
+            self.position += 1
+            yield [own_id(), self.position, self.salt, *noise()]
+        self.position = 0
 
 
 class LateStream(StatefulStream):
@@ -147,7 +187,7 @@ class LateStream(StatefulStream):
         self.position, self.loaded = self.loaded or 0, None
         while self.position < stream_length():
             self.position += 1
-            yield [worker_and_count()[0], self.position, self.salt, *noise()]
+            yield [own_id(), self.position, self.salt, *noise()]
         if not self.keeps:
             self.position = 0
 
@@ -155,12 +195,10 @@ class LateStream(StatefulStream):
         self.salt, self.loaded = state["salt"], state["position"]
 
 
-class StatefulIterator:
-    """Of `StreamOfIterators`."""
+class StatefulIterator(Positioned):
+    """Of `StreamOfStatefulIterators`."""
 
-    def __init__(self, salt, faulty):
-        self.salt, self.faulty = salt, faulty
-        self.position = 0
+    faulty = False
 
     def __iter__(self):
         return self
@@ -170,24 +208,93 @@ class StatefulIterator:
             raise StopIteration
         self.position += 1
         if self.faulty and self.position in (2, 4, 5, 6, 11):
-            fail("value")
-        return [worker_and_count()[0], self.position, self.salt, *noise()]
-
-    def state_dict(self):
-        return {"salt": self.salt, "position": self.position}
-
-    def load_state_dict(self, state):
-        self.salt, self.position = state["salt"], state["position"]
+            raise PlannedError
+        return [own_id(), self.position, self.salt, *noise()]
 
 
-class StreamOfIterators(IterableDataset):
+class OwnIterator(StatefulIterator, IterableDataset):
+    """Its own iterator, which starts again at each `__iter__`: what was loaded counts after it."""
+
+    def __iter__(self):
+        self.position = 0
+        return self
+
+
+class StreamOfStatefulIterators(IterableDataset):
     """Its iterators have a state; some of their samples raise, if told so."""
 
     def __init__(self, salt=0, faulty=False):
         self.salt, self.faulty = salt, faulty
 
     def __iter__(self):
-        return StatefulIterator(self.salt, self.faulty)
+        iterator = StatefulIterator(self.salt)
+        iterator.faulty = self.faulty
+        return iterator
+
+
+class AsksHowMany:
+    """Like MosaicML's streaming dataset: its `state_dict` is told what the loader has given; so it counts as none."""
+
+    def state_dict(self, num_samples, from_beginning):
+        return {"count": num_samples}
+
+    def load_state_dict(self, state):
+        raise AssertionError("nothing was saved")
+
+
+class StreamThatAsks(AsksHowMany, Shuffled):
+    pass
+
+
+class MapThatAsks(AsksHowMany, Noise):
+    pass
+
+
+class SamplerThatAsks(AsksHowMany, RandomSampler):
+    pass
+
+
+class BatchSamplerThatAsks(AsksHowMany, BatchSampler):
+    pass
+
+
+class Reseeds(Sized):
+    """Seeds the global generators itself, in the midst of an epoch."""
+
+    def __getitem__(self, index):
+        if index in (4, 7):
+            random.seed(index), np.random.seed(index), torch.manual_seed(index)
+        return [index, *noise()]
+
+
+class Entropy(IterableDataset):
+    """Comes out of nowhere."""
+
+    def __iter__(self):
+        for _ in range(stream_length()):
+            yield list(os.urandom(8))
+
+
+class Unseeded(IterableDataset):
+    """Draws from a generator that nobody can see."""
+
+    def __iter__(self):
+        generator = np.random.default_rng()
+        for _ in range(stream_length()):
+            yield [generator.random()]
+
+
+class CountsEpochs(IterableDataset):
+    """Its order depends on how often its object was iterated over, which nobody can see."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        samples = list(range(stream_length()))
+        random.Random(self.epoch).shuffle(samples)
+        self.epoch += 1
+        yield from ([sample] for sample in samples)
 
 
 class StatefulSampler(Sampler):
@@ -221,7 +328,7 @@ class StatefulBatchSampler(StatefulSampler):
     """Batches of one, two, three samples and so on."""
 
     def __len__(self):
-        return 6  # 1 + 2 + ... + 5 samples, and two more
+        return 7  # 1 + 2 + ... + 6 samples, and one more
 
     def __iter__(self):
         if self.position == 0:
@@ -234,12 +341,8 @@ class StatefulBatchSampler(StatefulSampler):
         self.position = 0
 
 
-class IndexIterator:
+class IndexIterator(Positioned):
     """Of `SamplerOfStatefulIterators`."""
-
-    def __init__(self, salt):
-        self.salt = salt
-        self.position = 0
 
     def __iter__(self):
         return self
@@ -249,12 +352,6 @@ class IndexIterator:
             raise StopIteration
         self.position += 1
         return (self.position * 5 + self.salt) % LENGTH
-
-    def state_dict(self):
-        return {"salt": self.salt, "position": self.position}
-
-    def load_state_dict(self, state):
-        self.salt, self.position = state["salt"], state["position"]
 
 
 class SamplerOfStatefulIterators(Sampler):
