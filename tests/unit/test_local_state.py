@@ -23,16 +23,19 @@ def loader_of(dataset):
     return SimpleNamespace(dataset=dataset, collate_fn=None)
 
 
-def saved_and_new():
+def state_of(dataset):
+    return LocalState(checkpoint.capture_random(loader_of(dataset)), own_state_of(dataset))
+
+
+def test_a_generator_that_is_made_later_is_missed_with_a_remedy_that_helps():
     old, new = MadeWhenFirstUsed(), MadeWhenFirstUsed()
     old.draw()
-    return old, LocalState(checkpoint.capture_random(loader_of(old)), own_state_of(old)), new
-
-
-def test_a_generator_that_is_made_later_is_missed_with_a_remedy():
-    _, state, new = saved_and_new()
+    state = state_of(old)
     with pytest.raises(StateError, match=r"dataset\.rng is missing here.* first use .* before load_state_dict\(\)"):
         checkpoint.restore(loader_of(new), state)
+    new.draw(), new.draw()
+    checkpoint.restore(loader_of(new), state)
+    assert new.draw() == old.draw()
 
 
 def use_global():
@@ -41,17 +44,10 @@ def use_global():
 
 def test_one_that_code_names_and_that_is_missing_is_an_error(monkeypatch):
     monkeypatch.setitem(globals(), "RNG", random.Random(1))
-    state = LocalState(checkpoint.capture_random(loader_of(use_global)), None)
+    state = state_of(use_global)
     expected = use_global()
     checkpoint.restore(loader_of(use_global), state)
     assert use_global() == expected
     del globals()["RNG"]
     with pytest.raises(StateError, match="dataset:RNG is missing here"):
         checkpoint.restore(loader_of(use_global), state)
-
-
-def test_the_remedy_helps():
-    old, state, new = saved_and_new()
-    new.draw(), new.draw()
-    checkpoint.restore(loader_of(new), state)
-    assert new.draw() == old.draw()

@@ -25,6 +25,7 @@ STATES = [
     {"numbers": [np.float64(1.5), np.bool_(True), np.int64(-3)], "array": np.arange(6).reshape(2, 3)[:, ::2]},
     (np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.uint64), np.zeros((2, 0)), np.array(5)),
     np.random.RandomState(1).get_state(legacy=False),
+    [(np.arange(count, dtype=np.uint32), b"\xff" * count) for count in (1, 8, 9, 16)],
     [torch.float32, {torch.int8: [torch.int8]}, Counter("aab"), complex(1, 2), torch.arange(3)],
 ]
 
@@ -71,8 +72,7 @@ def test_an_array_is_packed_and_unpacked_as_a_copy():
     array = np.arange(3)
     packed = to_plain(array)
     array += 1
-    first = from_plain(packed)
-    first += 1
+    from_plain(packed)[:] += 1
     assert from_plain(packed).tolist() == [0, 1, 2]
 
 

