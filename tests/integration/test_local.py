@@ -3,7 +3,6 @@
 The conformance suite has cases without workers, which are saved and loaded there.
 """
 
-import itertools
 import random
 
 import numpy as np
@@ -12,9 +11,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 import checkpoint_data as data
-from checkpoint_data import batches, check, endless, make, plain, read, resumed, run, save
+from checkpoint_data import batches, check, make, plain, read, run, save
 from probes import Calls, as_is, oversubscribed
 from rayloader import DataLoader, ReplayError, SkipLimitError, StateError
+from wrapped_data import IsItsIterator, Shuffled
 
 
 class Jitter:
@@ -25,33 +25,6 @@ class Jitter:
         return [samples, self.generator.random()]
 
 
-class OwnIterator(IterableDataset):
-    """`iter()` begins anew; a state is to be loaded after it."""
-
-    epoch, position = -1, 0
-
-    def __iter__(self):
-        self.position, self.epoch = 0, self.epoch + 1
-        return self
-
-    def __next__(self):
-        if self.position == 10:
-            raise StopIteration
-        self.position += 1
-        return [self.epoch, self.position, *data.noise()]
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state):
-        self.epoch, self.position = state["epoch"], state["position"]
-
-
-class DrawsAsItBegins(IterableDataset):
-    def __iter__(self):
-        return iter([[number, *data.noise()] for number in torch.randperm(10).tolist()])
-
-
 CASES = {
     "shuffled": lambda: {"dataset": data.Augmented(), "shuffle": True, "generator": torch.Generator()},
     "collate_fn with a generator": lambda: {"dataset": data.Augmented(), "collate_fn": Jitter()},
@@ -60,8 +33,8 @@ CASES = {
     "skipping map": lambda: {"dataset": data.Faulty(), "on_error": "skip"},
     "skipping stream": lambda: {"dataset": data.StreamOfStatefulIterators(faulty=True), "on_error": "skip"},
     "shuffled stream": lambda: {"dataset": data.Shuffled()},
-    "own iterator": lambda: {"dataset": OwnIterator()},
-    "draws as it begins": lambda: {"dataset": DrawsAsItBegins()},
+    "own iterator": lambda: {"dataset": IsItsIterator(), "batch_size": None},
+    "draws as it begins": lambda: {"dataset": Shuffled(), "batch_size": None},
 }
 
 
@@ -92,19 +65,6 @@ def test_from_every_point_the_batches_are_those_of_a_run_whose_state_nobody_take
         check(epochs, point, elsewhere(options))
 
 
-@pytest.mark.parametrize("case", ["own generators", "stateful map", "shuffled stream", "own iterator"])
-def test_a_chain_of_resumed_runs_is_the_undisturbed_run(case):
-    epochs, (start,) = run(make(CASES[case], 0), slice(1))
-    expected = [batch for epoch in epochs for batch in epoch]
-    found, saved = [], start.saved
-    for _ in range(len(expected) // 3):
-        loader = elsewhere(CASES[case])
-        loader.load_state_dict(read(saved))
-        found += itertools.islice(endless(loader), 3)
-        saved = save(loader)
-    assert found == expected[: len(found)]
-
-
 # ---- what a state moves
 
 
@@ -128,17 +88,6 @@ def test_loading_moves_the_programs_generators_and_going_on_leaves_them_alone(ca
     first = plain(next(iterator))
     random.seed(5)
     assert random.random() in (first[1][0], first[2][0])
-
-
-def test_between_load_and_iter_a_loader_has_the_loaded_state_and_the_programs_generators():
-    loader = make(CASES["shuffled stream"], 0)
-    stream = endless(loader)
-    next(stream)
-    other = elsewhere(CASES["shuffled stream"])
-    other.load_state_dict(read(save(loader)))
-    saved = save(other)
-    expected = list(itertools.islice(stream, 4))
-    assert resumed(elsewhere(CASES["shuffled stream"]), saved)[0] == expected
 
 
 # ---- `seeding="batch"`: any number of workers, none included
@@ -168,25 +117,6 @@ def test_a_stream_seeded_by_batch_is_that_of_one_worker_and_leaves_the_programs_
 
 
 # ---- what does not fit
-
-
-@pytest.mark.parametrize(("saved_with", "loaded_with"), [(0, 2), (2, 0)])
-@pytest.mark.parametrize("case", ["shuffled", "shuffled stream"])
-def test_with_workers_and_without_the_streams_are_different_ones(case, saved_with, loaded_with, ray_session):
-    """Before, in and after an epoch."""
-    loader = make(CASES[case], saved_with)
-    states = [loader.state_dict(), *(loader.state_dict() for _ in loader), loader.state_dict()]
-    for state in states:
-        with pytest.raises(StateError, match=r"num_workers=.* this one has .*own random generators"):
-            make(CASES[case], loaded_with).load_state_dict(state)
-
-
-@pytest.mark.parametrize("case", ["own generators", "stateful map", "shuffled stream"])
-def test_what_a_seed_for_each_batch_does_not_reach_is_refused(case):
-    loader = make(CASES[case], 0, seeding="batch")
-    next(iter(loader))
-    with pytest.raises(StateError, match="the dataset is a stream, or has a state or random generators of its own"):
-        make(CASES[case], 2, seeding="batch").load_state_dict(loader.state_dict())
 
 
 def test_num_workers_that_are_set_after_loading_are_refused_too():
@@ -220,14 +150,6 @@ def test_another_dataset_is_refused():
         elsewhere(CASES["shuffled"], generator=None, shuffle=False).load_state_dict(loader.state_dict())
 
 
-class CannotTell(data.Indices):
-    def state_dict(self):
-        raise data.PlannedError("no state today")
-
-    def load_state_dict(self, state):
-        pass
-
-
 class Unpicklable:
     def __init__(self, index):
         self.index = index
@@ -242,10 +164,6 @@ class OfUnpicklable:
 
 
 def test_only_who_asks_for_a_state_pays_for_what_cannot_be_told():
-    loader = make(lambda: {"dataset": CannotTell()}, 0)
-    assert len(list(loader)) == 8
-    with pytest.raises(StateError, match="no state today"):
-        loader.state_dict()
     samples = Calls(lambda unpicklable: lambda: unpicklable.index, 4)  # batches need not be picklable either
     iterator = iter(loader := DataLoader(samples, None, sampler=OfUnpicklable(), collate_fn=as_is))
     assert next(iterator)() == 0

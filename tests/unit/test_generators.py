@@ -144,27 +144,9 @@ def test_global_generators_and_those_without_a_state_are_nobodys():
     assert found_in(copy) == []
 
 
-def test_how_many_were_spawned_is_in_the_state_and_in_what_it_was_seeded_with():
-    seed = np.random.SeedSequence([1, 2])
-    generator = np.random.default_rng(seed)
-    begin = state_of(generator)
-    first = generator.spawn(1)[0].random()
-    then = state_of(generator)
-    second = generator.spawn(1)[0].random()
-    for state, expected in ((then, second), (begin, first)):
-        set_state(generator, state)
-        assert generator.spawn(1)[0].random() == expected
-    assert seed.n_children_spawned == 1
-    again = np.random.default_rng()
-    set_state(again, then)
-    assert again.spawn(1)[0].random() == second
-
-
 ENTROPIES = {
     "number": 2**100,
-    "NumPy number": np.uint32(7),
     "list of NumPy numbers": [np.int64(1), 2],
-    "range": range(3),
     "array": np.array([3, 4], np.uint32),
     "array of objects": np.array([2**70, 3], object),
     "list with text": ["12", 3],
@@ -182,9 +164,9 @@ def test_what_a_generator_was_seeded_with_can_be_saved(entropy):
     saved = unpack(torch.load(file, weights_only=True))
     assert saved.equals(state)
     expected = generator.spawn(1)[0].random()
-    again = np.random.default_rng()
-    set_state(again, saved.others[0])
-    assert again.spawn(1)[0].random() == expected
+    for again in np.random.default_rng(), generator:  # how many it had spawned is a part of its state
+        set_state(again, saved.others[0])
+        assert again.spawn(1)[0].random() == expected
 
 
 class Own(random.Random):

@@ -105,15 +105,6 @@ def test_seeds_of_batches_are_in_the_range_of_torchs(monkeypatch):
     assert all(0 <= word < 2**32 for words in numpys for word in words)
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-def test_torch_is_seeded_as_by_its_own_function(seed):
-    torch.manual_seed(seed)
-    expected = torch.get_rng_state()
-    torch.rand(1)
-    seed_torch(seed)
-    assert torch.equal(torch.get_rng_state(), expected)
-
-
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_the_accelerator_is_seeded_too(kind, monkeypatch):
     """Of mps there is one device, and no function for all of them."""

@@ -19,6 +19,7 @@ import rayloader
 from rayloader import DataLoader
 from rayloader.loader import WorkerCount
 from rayloader.resume.ranks import Shard
+from test_rank_states import Draws
 
 
 def batches(loader):
@@ -26,34 +27,17 @@ def batches(loader):
 
 
 @settings(max_examples=50)
-@given(
-    *(st.integers(0, 29), st.integers(1, 7), st.integers(0, 6), st.integers(1, 5), st.booleans(), st.booleans()),
-    st.integers(0, 3),
-)
-def test_batches_are_those_of_torchs_distributed_sampler(length, world, rank, size, shuffle, drop_last, epoch):
-    data, rank = torch.arange(length), rank % world
+@given(*(st.integers(0, most) for most in (29, 6, 6, 4, 3)), st.booleans(), st.booleans())
+def test_batches_are_those_of_torchs_distributed_sampler(length, others, rank, size, epoch, shuffle, drop_last):
+    data, rank, world = torch.arange(length), rank % (others + 1), others + 1
     sampler = DistributedSampler(data, world, rank, shuffle, seed=5, drop_last=drop_last)
-    theirs = TorchDataLoader(data, size, sampler=sampler, drop_last=drop_last)
-    options = {"drop_last": drop_last, "num_replicas": world, "rank": rank, "seed": 5}
-    for loader in (
-        DataLoader(data, size, shuffle, **options),
-        *([] if shuffle else [DataLoader(data, size, sampler=range(length), **options)]),
-    ):
+    theirs = TorchDataLoader(data, size + 1, sampler=sampler, drop_last=drop_last)
+    ways = [{"shuffle": shuffle}, {"sampler": range(length)}]
+    for way in ways[: 2 - shuffle]:
+        ours = DataLoader(data, size + 1, drop_last=drop_last, num_replicas=world, rank=rank, seed=5, **way)
         sampler.set_epoch(epoch)
-        loader.set_epoch(epoch)
-        assert len(loader) == len(theirs)
-        assert batches(loader) == batches(theirs)
-
-
-class Draws(Sampler):
-    """Draws as it goes, from all three global generators."""
-
-    def __len__(self):
-        return 30
-
-    def __iter__(self):
-        for _ in range(10):
-            yield from (random.randrange(100), int(np.random.randint(100)), int(torch.randint(100, ())))
+        ours.set_epoch(epoch)
+        assert (len(ours), batches(ours)) == (len(theirs), batches(theirs))
 
 
 def states(generator):

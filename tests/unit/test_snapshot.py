@@ -9,7 +9,7 @@ import pytest
 
 from rayloader import ReplayError
 from rayloader.random.generators import RandomState
-from rayloader.resume.snapshot import SHARE, SnapshotTaker, WorkerState, dump_state, end_again, has_state
+from rayloader.resume.snapshot import SHARE, SnapshotTaker, dump_state, end_again, has_state
 
 
 class Counts:
@@ -23,8 +23,6 @@ class Counts:
         self.rng = random.Random(epoch)
 
     def state_dict(self):
-        if self.count < 0:
-            raise ValueError("no state")
         return {"count": self.count}
 
     def load_state_dict(self, state):
@@ -52,14 +50,6 @@ def test_only_what_has_changed_is_told_or_may_not_have_been_heard():
     assert own.random() == after
 
 
-def test_until_it_is_asked_for_a_sample_a_dataset_has_the_loaded_state():
-    told = recorder(Counts())
-    told.loaded = WorkerState(dataset=b"loaded")
-    assert told.snapshot(None).dataset == b"loaded"
-    told.loaded = None
-    assert told.snapshot(None).dataset not in (None, b"loaded")
-
-
 @pytest.mark.parametrize("fetched", [[], [0]])
 def test_a_stream_takes_over_the_end_that_it_has_loaded_or_loads_its_next_epoch_again(fetched):
     fetcher = types.SimpleNamespace(dataset=Counts(), dataset_iter=iter(fetched))
@@ -68,12 +58,6 @@ def test_a_stream_takes_over_the_end_that_it_has_loaded_or_loads_its_next_epoch_
     assert end_again(fetcher, state, None) == (not fetched)
     assert fetcher.dataset.count == (not fetched)
     assert (fetcher.dataset_iter is None) == bool(fetched)
-
-
-def test_a_dataset_that_cannot_tell_its_state_is_told_of():
-    dataset = Counts()
-    dataset.count = -1
-    assert "ValueError: no state" in recorder(dataset).snapshot(None).error
 
 
 def test_those_of_the_start_are_followed_where_they_are_made_anew_and_later_ones_are_not():
@@ -109,19 +93,6 @@ def test_a_dataset_with_other_generators_is_refused(others):
     state = recorder(None, random.Random(1), random.Random(2)).snapshot(None)
     with pytest.raises(ReplayError, match=r"generator collate_fn\[1\], which is missing here, or of another kind"):
         recorder(None, random.Random(1), *others).restore(state.random)
-
-
-@pytest.mark.parametrize(
-    ("state", "proven"),
-    [
-        (WorkerState(), True),
-        (WorkerState(dataset=b"x"), False),
-        (WorkerState(iterator=b"x"), False),
-        (WorkerState(exhausted=True), False),
-    ],
-)
-def test_what_must_be_proven(state, proven):
-    assert state.is_to_be_proven is proven
 
 
 def with_methods(tell, load):
