@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from probes import as_is, oversubscribed
 from rayloader import DataLoader, ParquetStream, ShuffleBuffer, cached
@@ -25,7 +24,7 @@ from wrapped_data import (
     Staged,
     TakesOverLate,
     TellsPosition,
-    Turning,
+    Told,
 )
 
 pytestmark = [
@@ -39,6 +38,7 @@ PERSISTENT = {**FORKS, "persistent_workers": True}
 BATCH = {"seeding": "batch"}
 RANK = {"num_replicas": 2, "rank": 1}
 WRAPPERS = {
+    "none": lambda stream: {"dataset": stream, "batch_size": None},
     "packs": lambda stream: {"dataset": PackedStream(stream, 5), "batch_size": 2},
     "packs, unbatched": lambda stream: {"dataset": PackedStream(stream, 5, drop_last=True), "batch_size": None},
     "buffer": lambda stream: {"dataset": ShuffleBuffer(stream, 4), "batch_size": 2},
@@ -80,6 +80,7 @@ def check_each_place(arguments, places=slice(None), epochs=2, **options):
     for epoch in range(epochs):
         whole.append([])
         states.append((epoch, 0, loader.state_dict()))
+        loader.set_epoch(epoch)
         for batch in loader:
             whole[-1].append(plain(batch))
             states.append((epoch, len(whole[-1]), loader.state_dict()))
@@ -87,7 +88,10 @@ def check_each_place(arguments, places=slice(None), epochs=2, **options):
     for epoch, taken, state in states[places]:
         loader = make(2)
         loader.load_state_dict(state)
-        rest = [[plain(batch) for batch in loader] for _ in range(epoch, epochs)]
+        rest = []
+        for number in range(epoch, epochs):
+            loader.set_epoch(number)
+            rest.append([plain(batch) for batch in loader])
         assert rest == [whole[epoch][taken:], *whole[epoch + 1 :]], (epoch, taken)
 
 
@@ -102,6 +106,7 @@ WAYS = [
     *((wrapper, Shuffled, options) for wrapper in (PACKS, BUFFER) for options in (BATCH, PERSISTENT)),
     (PACKS, Shuffled, {**PERSISTENT, **BATCH}),
     (BUFFER, Fixed, FORKS),
+    *((wrapper, Told, options) for wrapper in ("none", BUFFER) for options in (FORKS, PERSISTENT)),
     (BUFFER, TellsPosition, PERSISTENT),
     (BUFFER, BothTell, {**PERSISTENT, **BATCH}),
     (PACKS, Shuffled, {**PERSISTENT, "workers": "ray"}),
@@ -127,22 +132,11 @@ def test_a_wrapped_stream_goes_on_with_ranks_seeds_of_batches_and_workers(wrappe
     check_each_place(lambda: WRAPPERS[wrapper](stream()), places, **options)
 
 
-def in_ranks(in_batches):
-    sampler = Turning()
-    order = {"batch_sampler": BatchSampler(sampler, 2, False)} if in_batches else {"batch_size": 2, "sampler": sampler}
-    return {"dataset": Cuts(Counts()), **order, **RANK}
+@pytest.mark.parametrize("options", [{}, PERSISTENT])
+def test_a_wrapped_map_style_dataset_goes_on(options):
+    def arguments():
+        return {"dataset": Cuts(Counts()), "batch_size": 3}
 
-
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        (lambda: {"dataset": Cuts(Counts()), "batch_size": 3}, {}),
-        (lambda: {"dataset": Cuts(Counts()), "batch_size": 3}, PERSISTENT),
-        (partial(in_ranks, False), {}),
-        (partial(in_ranks, True), {}),
-    ],
-)
-def test_a_wrapped_map_style_dataset_goes_on(arguments, options):
     check_each_place(arguments, slice(-3, None) if options else slice(None), **options)
 
 
@@ -203,40 +197,3 @@ def test_what_a_subclass_of_a_wrapper_defines_is_its_own(kind):
     own = Own(CountsEpochs(), 2)
     DataLoader(own).set_epoch(3)
     assert (own.heard, own.state_dict()["own"]) == (3, 1)
-
-
-class Told(IterableDataset):
-    """Its part is another one in each epoch, and it has no state."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        info = get_worker_info()
-        yield from range(100 * self.epoch + info.id, 100 * self.epoch + 20, info.num_workers)
-
-
-@pytest.mark.parametrize("options", [FORKS, PERSISTENT])
-@pytest.mark.parametrize("wrap", [lambda stream: stream, partial(ShuffleBuffer, size=3)])
-@pytest.mark.parametrize(("epoch", "taken"), [(0, 2), (0, 10), (1, 2), (1, 10)])
-def test_a_stream_that_was_told_an_epoch_goes_on_where_the_program_tells_the_next(wrap, options, epoch, taken):
-    """Its workers may have to read the epoch before again, of which it was told something else."""
-
-    def told(loader, first):
-        """The batches of all epochs from the first on; notes the state after each epoch."""
-        for number in range(first, 3):
-            loader.set_epoch(number)
-            yield from loader
-            ended.append(loader.state_dict())
-
-    ended = []
-    whole, resumed = (DataLoader(wrap(Told()), 2, collate_fn=as_is, **options) for _ in range(2))
-    run = told(whole, 0)
-    for _ in range(10 * epoch + taken):
-        next(run)
-    state = whole.state_dict()
-    rest = [*run]
-    resumed.load_state_dict(ended[epoch] if taken == 10 else state)
-    assert [*told(resumed, epoch + (taken == 10))] == rest

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset
 
 from rayloader import get_shard_info
 
@@ -162,9 +162,21 @@ class IsItsIterator(Reading, IterableDataset):
         return self
 
 
+class Told(IterableDataset):
+    """Its part is another one in each epoch of which it is told, and it has no state."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([[100 * self.epoch + place] for place in places()])
+
+
 STREAMS = [
     *(Fixed, Shuffled, HoldsGenerator, TellsPosition, TakesOverLate, CountsEpochs),
-    *(IteratorTells, BothTell, IsItsIterator),
+    *(IteratorTells, BothTell, IsItsIterator, Told),
 ]
 
 
@@ -189,19 +201,3 @@ class Counts(Staged):
     def __getitem__(self, place):
         self.stage += 1
         return [int(torch.rand(()).item() * 90), self.generator.randrange(90), *super().__getitem__(place)]
-
-
-class Turning(Tells, Sampler):
-    """Has another order in each epoch, by a count that is its state."""
-
-    epoch, told = 0, ("epoch",)
-
-    def __init__(self):
-        pass
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        self.epoch += 1
-        return iter(np.random.default_rng(self.epoch).permutation(LENGTH).tolist())

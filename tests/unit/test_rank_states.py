@@ -186,19 +186,22 @@ class Stream(IterableDataset):
 
 
 class Tells(Sampler):
-    """Tells its state."""
+    """Has another order in each epoch, by a count that is its state."""
+
+    epoch = 0
 
     def __iter__(self):
-        return iter(range(LENGTH))
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(LENGTH), LENGTH))
 
     def __len__(self):
         return LENGTH
 
     def state_dict(self):
-        return {}
+        return {"epoch": self.epoch}
 
     def load_state_dict(self, state):
-        pass
+        self.epoch = state["epoch"]
 
 
 def make(**options):
@@ -242,9 +245,10 @@ def test_what_does_not_belong_together_is_refused(case):
 
 @pytest.mark.parametrize("make", [STREAM, TELLS])
 def test_what_cannot_be_dealt_anew_goes_on_with_as_many_ranks(make):
-    loader = make(2, 1)
+    whole, loader = make(2, 1), make(2, 1)
     loader.load_state_dict(begun(make, 2))
-    assert list(loader) == list(make(2, 1))[1:]
+    assert list(loader) == list(whole)[1:]
+    assert list(loader) == list(whole)
 
 
 def test_in_the_rest_of_an_epoch_that_is_dealt_anew_no_step_is_skipped():
