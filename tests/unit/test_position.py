@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayloader import DataLoader, StateError
@@ -45,6 +45,7 @@ def take(position, checksums, *task_ids):
         position.taken(task_id % NUM_WORKERS, task_id, checksums[task_id])
 
 
+@settings(max_examples=30)
 @given(st.permutations(range(TASKS)), st.integers(0, TASKS), st.sets(st.integers(0, TASKS - 1)))
 def test_what_is_taken_counts_once_and_what_is_taken_ahead_waits(order, count, told_twice):
     position, iterator = begun()

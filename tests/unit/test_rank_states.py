@@ -121,7 +121,7 @@ ROUNDS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 3), min_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(ROUNDS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1))
 def test_each_rank_gets_what_the_model_deals_out(kind, rounds, last, following, epoch):
     """However often the number of ranks changes, in an epoch or after it, and however far each rank has come."""
