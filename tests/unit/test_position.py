@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayloader import DataLoader, StateError
+from rayloader import DataLoader, SkipLimitError, StateError
 from rayloader.resume.digest import Drawn, drawn
 from rayloader.resume.position import Position
 from rayloader.resume.samplers import Samplers
@@ -65,6 +65,14 @@ def test_what_is_taken_counts_once_and_what_is_taken_ahead_waits(order, count, t
     assert (len(found), found[TASKS - first :]) == (10 - first, rest)
     again, told = ([*worker.to_rebuild] for place in (again, position) for worker in saved_place(place).workers[:1])
     assert again == [task for task in told if task[0] < first]  # what is ahead was not drawn again
+
+
+def test_too_many_skipped_samples_end_it():
+    position, _ = begun()
+    position.skip([("3", "ValueError: x"), ("4", "ValueError: x")], 2)
+    with pytest.raises(SkipLimitError, match="3 samples have raised in this epoch, max_skipped=2"):
+        position.skip([("5", "ValueError: x")], 2)
+    assert position.skipped == 3
 
 
 def test_nothing_can_be_told_before_the_workers_have_begun():

@@ -83,6 +83,7 @@ def test_seeds_of_batches_are_in_the_range_of_torchs(monkeypatch):
     monkeypatch.setattr(random, "seed", pythons.append)
     monkeypatch.setattr(np.random, "seed", numpys.append)
     torchs = [seed_all(2**63 - 1, 0, task) or torch.initial_seed() for task in range(64)]
+    assert len({tuple(words) for words in numpys}) == 64
     for seeds in torchs, pythons:
         assert len(set(seeds)) == 64
         assert all(0 <= seed < 2**63 for seed in seeds)
