@@ -128,8 +128,8 @@ class Endless(IterableDataset):
 
 
 def datapipe():
-    """One of torch's old datapipes: sharded and shuffled by the loader, which draws a seed for that."""
-    return IterableWrapper(range(19)).shuffle().sharding_filter()
+    """One of torch's old datapipes: sharded and shuffled by the loader, which draws a seed for that; with a lambda."""
+    return IterableWrapper(range(19)).shuffle().sharding_filter().map(lambda number: number + 1)
 
 
 class ShardedByInit(IterableDataset):

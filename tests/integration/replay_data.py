@@ -15,11 +15,6 @@ from rayloader import DataLoader
 LENGTH = 40  # samples; ten batches
 
 
-def noise():
-    """A number from each global generator."""
-    return random.random(), float(np.random.rand()), torch.rand(())
-
-
 class Augmented(Dataset):
     """Samples that depend on how many the worker has built before."""
 
@@ -29,7 +24,7 @@ class Augmented(Dataset):
         return LENGTH
 
     def __getitem__(self, index):
-        return index, self.scale, *noise()
+        return index, self.scale, random.random(), float(np.random.rand()), torch.rand(())
 
 
 class Indices(Augmented):
@@ -83,22 +78,13 @@ class DrawsOneByOne(Sampler):
 
 
 class Stream(IterableDataset):
-    """A stream whose workers end at different times."""
+    """A stream with a state, whose workers end at different times."""
+
+    number = 0
 
     def length(self):
         info = get_worker_info()
         return 12 + 8 * (0 if info is None else info.id)
-
-    def __iter__(self):
-        for number in range(self.length()):
-            yield number, random.random()
-
-
-class StreamWithState(Stream):
-    """The same, with a state."""
-
-    def __init__(self):
-        self.number = 0
 
     def __iter__(self):
         while self.number < self.length():
@@ -111,6 +97,12 @@ class StreamWithState(Stream):
 
     def load_state_dict(self, state):
         self.number = state["number"]
+
+
+class StreamWithoutState(Stream):
+    """The same, without a state."""
+
+    state_dict = load_state_dict = None
 
 
 def make(dataset=Augmented, num_workers=2, **options):
@@ -133,11 +125,6 @@ def seed(number):
 
 plain = make
 raising = functools.partial(make, Raising)
-
-
-def of_nobody():
-    """A loader that is not one of several ranks'."""
-    return make()
 
 
 LOADER = make(num_workers=0)

@@ -10,26 +10,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
-from probes import oversubscribed
+from probes import as_is, oversubscribed
 from rayloader import DataLoader, ParquetStream, ShuffleBuffer, cached
 from rayloader.plans import Cuts, PackedStream
 from wrapped_data import (
-    LENGTH,
     STREAMS,
     BothTell,
     Counts,
     CountsEpochs,
     Fixed,
-    Global,
-    Holding,
-    Noisy,
     Shuffled,
     Staged,
     TakesOverLate,
     TellsPosition,
-    Turning,
+    Told,
 )
 
 pytestmark = [
@@ -38,9 +33,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:this epoch has the same random order as the one before"),
 ]
 
-FULL = pytest.mark.full
 FORKS = {"num_workers": 2, "workers": "fork"}
 PERSISTENT = {**FORKS, "persistent_workers": True}
+BATCH = {"seeding": "batch"}
+RANK = {"num_replicas": 2, "rank": 1}
+WRAPPERS = {
+    "none": lambda stream: {"dataset": stream, "batch_size": None},
+    "packs": lambda stream: {"dataset": PackedStream(stream, 5), "batch_size": 2},
+    "packs, unbatched": lambda stream: {"dataset": PackedStream(stream, 5, drop_last=True), "batch_size": None},
+    "buffer": lambda stream: {"dataset": ShuffleBuffer(stream, 4), "batch_size": 2},
+    "buffer, unbatched": lambda stream: {"dataset": ShuffleBuffer(stream, 4), "batch_size": None},
+}
+PACKS, BUFFER = "packs, unbatched", "buffer, unbatched"
 
 
 def seed(number):
@@ -58,117 +62,82 @@ def plain(part):
     return part.tolist() if isinstance(part, torch.Tensor) else part
 
 
-def as_it_is(samples):
-    return samples
+def check_each_place(arguments, places=slice(None), epochs=2, **options):
+    """A loader of a new program, with other seeds, continues from each place as the uninterrupted run.
 
+    Args:
+        arguments: makes those of the loader, all objects anew.
+        places: which of them: before and after each batch.
+        epochs: of the run.
+        **options: further arguments of the loader.
+    """
 
-def epochs_of(loader, count, states=None):
-    """The batches of epochs; `states` gets those before and after each batch, with their places."""
-    epochs = []
-    for epoch in range(count):
-        epochs.append([])
-        if states is not None:
-            states.append((epoch, 0, loader.state_dict()))
+    def make(number):
+        seed(number)
+        return DataLoader(**{"collate_fn": as_is, **arguments(), **options})
+
+    loader, whole, states = make(1), [], []
+    for epoch in range(epochs):
+        whole.append([])
+        states.append((epoch, 0, loader.state_dict()))
+        loader.set_epoch(epoch)
         for batch in loader:
-            epochs[-1].append(plain(batch))
-            if states is not None:
-                states.append((epoch, len(epochs[-1]), loader.state_dict()))
-    return epochs
-
-
-def check_each_place(make, *, epochs=2, places=slice(None)):
-    """A loader of a new program, with other seeds, continues from each place as the uninterrupted run."""
-    seed(1)
-    states = []
-    whole = epochs_of(make(), epochs, states)
+            whole[-1].append(plain(batch))
+            states.append((epoch, len(whole[-1]), loader.state_dict()))
     assert all(len(epoch) > 1 for epoch in whole)
     for epoch, taken, state in states[places]:
-        seed(2)
-        loader = make()
+        loader = make(2)
         loader.load_state_dict(state)
-        rest = [whole[epoch][taken:], *whole[epoch + 1 :]]
-        assert epochs_of(loader, epochs - epoch) == rest, (epoch, taken)
-
-
-def packs(stream, drop_last, *options, **more):
-    def make():
-        return DataLoader(PackedStream(stream(), 5, drop_last=drop_last), *options, collate_fn=as_it_is, **more)
-
-    return make
+        rest = []
+        for number in range(epoch, epochs):
+            loader.set_epoch(number)
+            rest.append([plain(batch) for batch in loader])
+        assert rest == [whole[epoch][taken:], *whole[epoch + 1 :]], (epoch, taken)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_packs_without_workers(stream, drop_last):
-    check_each_place(packs(stream, drop_last, None if drop_last else 2), epochs=3)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_stream_without_workers_goes_on_from_each_place(wrapper, stream):
+    check_each_place(lambda: WRAPPERS[wrapper](stream()), epochs=3)
 
 
-def test_packs_without_workers_and_with_seeds_of_batches():
-    check_each_place(packs(Shuffled, False, None, seeding="batch"))
-
-
-@pytest.mark.parametrize("stream", [Shuffled, TakesOverLate])
-def test_packs_of_a_rank(stream):
-    check_each_place(packs(stream, True, None, num_replicas=2, rank=1), epochs=3)
-
-
-@pytest.mark.parametrize(
-    ("stream", "options"),
-    [
-        (Shuffled, PERSISTENT),
-        (Shuffled, {**PERSISTENT, "seeding": "batch"}),
-        pytest.param(Shuffled, FORKS, marks=FULL),
-        *(pytest.param(stream, PERSISTENT, marks=FULL) for stream in STREAMS if stream is not Shuffled),
-        *(pytest.param(stream, {**FORKS, "seeding": "batch"}, marks=FULL) for stream in STREAMS),
-    ],
-)
-def test_packs_of_forks(stream, options):
-    """From the places of the second epoch, the one before its first batch included."""
-    check_each_place(packs(stream, False, None, **options), places=slice(-4, None))
-
-
-def test_packs_of_actors(ray_session):
-    make = packs(Shuffled, False, None, num_workers=2, persistent_workers=True, workers="ray")
-    check_each_place(make, places=slice(-2, None))
-
-
-def shuffled(stream, *options, **more):
-    def make():
-        return DataLoader(ShuffleBuffer(stream(), 4), *options, collate_fn=as_it_is, **more)
-
-    return make
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_shuffle_buffer_without_workers(stream, batch_size):
-    check_each_place(shuffled(stream, batch_size), epochs=3)
-
-
-def test_a_shuffle_buffer_with_seeds_of_batches_or_of_a_rank():
-    check_each_place(shuffled(Shuffled, None, seeding="batch"))
-    check_each_place(shuffled(TakesOverLate, None, num_replicas=2, rank=1), epochs=3)
+WAYS = [
+    *((wrapper, stream, RANK) for wrapper in (PACKS, BUFFER) for stream in (Shuffled, TakesOverLate)),
+    *((wrapper, Shuffled, options) for wrapper in (PACKS, BUFFER) for options in (BATCH, PERSISTENT)),
+    (PACKS, Shuffled, {**PERSISTENT, **BATCH}),
+    (BUFFER, Fixed, FORKS),
+    *((wrapper, Told, options) for wrapper in ("none", BUFFER) for options in (FORKS, PERSISTENT)),
+    (BUFFER, TellsPosition, PERSISTENT),
+    (BUFFER, BothTell, {**PERSISTENT, **BATCH}),
+    (PACKS, Shuffled, {**PERSISTENT, "workers": "ray"}),
+    (BUFFER, TellsPosition, {**PERSISTENT, "workers": "ray"}),
+]
+ALL = [
+    (wrapper, stream, options)
+    for wrapper in (PACKS, BUFFER)
+    for stream in STREAMS
+    for options in (PERSISTENT, {**FORKS, **BATCH})
+]
 
 
 @pytest.mark.parametrize(
-    ("stream", "options"),
-    [
-        (Fixed, FORKS),
-        (Shuffled, PERSISTENT),
-        (TellsPosition, PERSISTENT),
-        (BothTell, {**PERSISTENT, "seeding": "batch"}),
-        *(pytest.param(stream, PERSISTENT, marks=FULL) for stream in STREAMS),
-        *(pytest.param(stream, {**FORKS, "seeding": "batch"}, marks=FULL) for stream in STREAMS),
-    ],
+    ("wrapper", "stream", "options"), [*WAYS, *(pytest.param(*way, marks=pytest.mark.full) for way in ALL)]
 )
-def test_a_shuffle_buffer_of_forks(stream, options):
-    """From the places of the second epoch, the one before its first batch included."""
-    check_each_place(shuffled(stream, None, **options), places=slice(LENGTH + 1, None))
+def test_a_wrapped_stream_goes_on_with_ranks_seeds_of_batches_and_workers(wrapper, stream, options, request):
+    """From places of the second epoch, with persistent workers the one before its first batch included."""
+    is_of_ray = options.get("workers") == "ray"
+    if is_of_ray:
+        request.getfixturevalue("ray_session")
+    places = slice(-2 if is_of_ray else -5, None) if "num_workers" in options else slice(None)
+    check_each_place(lambda: WRAPPERS[wrapper](stream()), places, **options)
 
 
-def test_a_shuffle_buffer_of_actors(ray_session):
-    make = shuffled(TellsPosition, None, num_workers=2, persistent_workers=True, workers="ray")
-    check_each_place(make, places=slice(-2, None))
+@pytest.mark.parametrize("options", [{}, PERSISTENT])
+def test_a_wrapped_map_style_dataset_goes_on(options):
+    def arguments():
+        return {"dataset": Cuts(Counts()), "batch_size": 3}
+
+    check_each_place(arguments, slice(-3, None) if options else slice(None), **options)
 
 
 def jittered(rows):
@@ -176,36 +145,21 @@ def jittered(rows):
     return [(float(row["text"]) + torch.rand(()).item() + random.random(), row["number"]) for row in rows]
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param(PERSISTENT, marks=FULL)])
+@pytest.mark.parametrize("options", [{}, pytest.param(PERSISTENT, marks=pytest.mark.full)])
 def test_rows_of_files_that_are_decoded_with_random_numbers(tmp_path, options):
+    """The buffer saves the numbers of rows, not the rows."""
     table = pa.table({"text": [str(number) for number in range(30)], "number": range(30)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
 
-    def make():
-        return DataLoader(ShuffleBuffer(ParquetStream(tmp_path, shuffle=True), 9), 3, collate_fn=jittered, **options)
+    def arguments():
+        return {"dataset": ShuffleBuffer(ParquetStream(tmp_path, shuffle=True), 9), "batch_size": 3}
 
-    check_each_place(make)
-
-
-@pytest.mark.parametrize("sampler", [Global, Holding, Turning])
-@pytest.mark.parametrize("in_batches", [False, True])
-def test_shares_of_ranks(sampler, in_batches):
-    def make():
-        drawn = sampler()
-        given = {"batch_sampler": BatchSampler(drawn, 2, False)} if in_batches else {"batch_size": 2, "sampler": drawn}
-        return DataLoader(Cuts(Noisy()), num_replicas=2, rank=1, collate_fn=as_it_is, **given)
-
-    check_each_place(make)
-
-
-@pytest.mark.parametrize("options", [{}, PERSISTENT])
-def test_parts_of_samples_that_depend_on_a_state(options):
-    check_each_place(lambda: DataLoader(Cuts(Counts()), 3, collate_fn=as_it_is, **options), places=slice(-3, None))
+    check_each_place(arguments, collate_fn=jittered, **options)
 
 
 @pytest.mark.parametrize("wrap", [cached, Cuts])
 def test_a_wrapped_dataset_with_a_state_that_the_program_sets(wrap):
-    whole, loader = (DataLoader(wrap(Staged()), 3, collate_fn=as_it_is) for _ in range(2))
+    whole, loader = (DataLoader(wrap(Staged()), 3, collate_fn=as_is) for _ in range(2))
     whole.dataset.dataset.stage = 4
     iterator = iter(whole)
     next(iterator)
@@ -217,12 +171,12 @@ def test_a_wrapped_dataset_with_a_state_that_the_program_sets(wrap):
 @pytest.mark.parametrize("wrap", [partial(PackedStream, seq_len=2), partial(ShuffleBuffer, size=2), cached, Cuts])
 def test_a_wrapper_has_what_the_dataset_has(wrap):
     inner = CountsEpochs() if isinstance(wrap, partial) else Staged()
-    inner.set_epoch = partial(setattr, inner, "told")
+    inner.set_epoch = partial(setattr, inner, "heard")
     wrapper = wrap(inner)
     assert wrapper.state_dict() == inner.state_dict()
     assert inspect.getattr_static(wrapper, "state_dict")  # as the protocols of torchdata and Lightning ask
     DataLoader(wrapper).set_epoch(3)
-    assert inner.told == 3
+    assert inner.heard == 3
     copied = copy.deepcopy(wrapper)
     copied.load_state_dict({"epoch": 0, "position": 2, "stage": 2})
     assert copied.state_dict() != inner.state_dict()
@@ -231,54 +185,15 @@ def test_a_wrapper_has_what_the_dataset_has(wrap):
         assert inspect.getattr_static(stateless, name, None) is None
 
 
-@pytest.mark.parametrize(("kind", "size"), [(PackedStream, 2), (ShuffleBuffer, 2)])
-def test_what_a_subclass_of_a_wrapper_defines_is_its_own(kind, size):
-    told = []
-
+@pytest.mark.parametrize("kind", [PackedStream, ShuffleBuffer])
+def test_what_a_subclass_of_a_wrapper_defines_is_its_own(kind):
     class Own(kind):
         def set_epoch(self, epoch):
-            told.append(epoch)
+            self.heard = epoch
 
         def state_dict(self):
             return {"own": 1, **self.stream.state_dict()}
 
-    own = Own(CountsEpochs(), size)
+    own = Own(CountsEpochs(), 2)
     DataLoader(own).set_epoch(3)
-    assert (told, own.state_dict()["own"]) == ([3], 1)
-
-
-class Told(IterableDataset):
-    """Its part is another one in each epoch, and it has no state."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        info = get_worker_info()
-        yield from range(100 * self.epoch + info.id, 100 * self.epoch + 20, info.num_workers)
-
-
-@pytest.mark.parametrize("options", [FORKS, PERSISTENT])
-@pytest.mark.parametrize("wrap", [lambda stream: stream, partial(ShuffleBuffer, size=3)])
-@pytest.mark.parametrize(("epoch", "taken"), [(0, 2), (0, None), (1, 2), (1, None)])
-def test_a_stream_that_was_told_an_epoch_goes_on_where_the_program_tells_the_next(wrap, options, epoch, taken):
-    """Its workers may have to read the epoch before again, of which it was told something else."""
-    whole, resumed = (DataLoader(wrap(Told()), 2, collate_fn=as_it_is, **options) for _ in range(2))
-    expected = []
-    for number in range(3):
-        whole.set_epoch(number)
-        for step, batch in enumerate(whole):
-            if number > epoch or (number == epoch and taken is not None and step >= taken):
-                expected.append(batch)
-            if (number, step + 1) == (epoch, taken):
-                state = whole.state_dict()
-        if number == epoch and taken is None:
-            state = whole.state_dict()
-    resumed.load_state_dict(state)
-    found = []
-    for number in range(epoch + (taken is None), 3):
-        resumed.set_epoch(number)
-        found += resumed
-    assert found == expected
+    assert (own.heard, own.state_dict()["own"]) == (3, 1)

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset
 
 from rayloader import get_shard_info
 
@@ -21,8 +21,25 @@ def places():
     return list(range(shard.index, LENGTH, shard.count))
 
 
+def shuffled():
+    """The same in a random order."""
+    return [places()[number] for number in torch.randperm(len(places())).tolist()]
+
+
 def sample(place, drawn):
     return [100 * place + int(drawn * 90) + number for number in range(1 + place % 4)]
+
+
+class Tells:
+    """Has a state of these attributes."""
+
+    told = ()
+
+    def state_dict(self):
+        return {name: getattr(self, name) for name in self.told}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
 
 
 class Fixed(IterableDataset):
@@ -36,9 +53,8 @@ class Shuffled(IterableDataset):
     """Draws its order when it begins, and each sample, from the global generators."""
 
     def __iter__(self):
-        own = places()
-        for number in torch.randperm(len(own)).tolist():
-            yield sample(own[number], (random.random() + np.random.rand()) / 2)
+        for place in shuffled():
+            yield sample(place, (random.random() + np.random.rand()) / 2)
 
 
 class HoldsGenerator(IterableDataset):
@@ -48,16 +64,14 @@ class HoldsGenerator(IterableDataset):
         self.generator = np.random.default_rng(3)
 
     def __iter__(self):
-        own = places()
-        for number in self.generator.permutation(len(own)).tolist():
-            yield sample(own[number], self.generator.random())
+        for place in self.generator.permutation(places()).tolist():
+            yield sample(place, self.generator.random())
 
 
-class TellsPosition(IterableDataset):
+class TellsPosition(Tells, IterableDataset):
     """Has a position, which goes back to the start when a reading ends."""
 
-    def __init__(self):
-        self.position = 0
+    position, told = 0, ("position",)
 
     def __iter__(self):
         for place in places()[self.position :]:
@@ -65,18 +79,11 @@ class TellsPosition(IterableDataset):
             yield sample(place, torch.rand(()).item())
         self.position = 0
 
-    def state_dict(self):
-        return {"position": self.position}
 
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-class TakesOverLate(IterableDataset):
+class TakesOverLate(TellsPosition):
     """Takes a loaded position over with the first sample, and reports the one where the last reading has ended."""
 
-    def __init__(self):
-        self.position = self.loaded = 0
+    loaded = 0
 
     def __iter__(self):
         self.position, self.loaded = self.loaded, 0
@@ -84,41 +91,35 @@ class TakesOverLate(IterableDataset):
             self.position += 1
             yield sample(place, random.random())
 
-    def state_dict(self):
-        return {"position": self.position}
-
     def load_state_dict(self, state):
         self.loaded = state["position"]
 
 
-class CountsEpochs(IterableDataset):
+class CountsEpochs(Tells, IterableDataset):
     """Has another order in each epoch, by a count that is a part of its state."""
 
-    def __init__(self):
-        self.epoch = self.position = 0
+    epoch, position, told = 0, 0, ("epoch", "position")
 
     def __iter__(self):
-        own = places()
-        order = np.random.default_rng(self.epoch).permutation(len(own)).tolist()
+        order = np.random.default_rng(self.epoch).permutation(places()).tolist()
         while self.position < len(order):
             self.position += 1
-            yield sample(own[order[self.position - 1]], np.random.rand())
+            yield sample(order[self.position - 1], np.random.rand())
         self.epoch, self.position = self.epoch + 1, 0
 
-    def state_dict(self):
-        return {"epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state):
-        self.epoch, self.position = state["epoch"], state["position"]
+class Reading(Tells):
+    """An iterator that tells its order and its place in it, and counts the samples of a dataset, which depend on that.
 
+    Args:
+        counts: the dataset, if there is one.
+    """
 
-class Reading:
-    """An iterator that tells its order and its place in it."""
+    told = ("order", "position")
 
-    def __init__(self):
-        own = places()
-        self.order = [own[number] for number in torch.randperm(len(own)).tolist()]
-        self.position = 0
+    def __init__(self, counts=None):
+        self.counts = counts
+        self.order, self.position = shuffled(), 0
 
     def __iter__(self):
         return self
@@ -127,13 +128,11 @@ class Reading:
         if self.position == len(self.order):
             raise StopIteration
         self.position += 1
-        return sample(self.order[self.position - 1], torch.rand(()).item())
-
-    def state_dict(self):
-        return {"order": self.order, "position": self.position}
-
-    def load_state_dict(self, state):
-        self.order, self.position = state["order"], state["position"]
+        drawn = sample(self.order[self.position - 1], torch.rand(()).item())
+        if self.counts is None:
+            return drawn
+        self.counts.count += 1
+        return [self.counts.count, *drawn]
 
 
 class IteratorTells(IterableDataset):
@@ -143,66 +142,48 @@ class IteratorTells(IterableDataset):
         return Reading()
 
 
-class CountingReading(Reading):
-    """Counts the samples that its dataset has given in all epochs, on which they depend."""
-
-    def __init__(self, counts):
-        super().__init__()
-        self.counts = counts
-
-    def __next__(self):
-        place = super().__next__()
-        self.counts.count += 1
-        return [self.counts.count, *place]
-
-
-class BothTell(IterableDataset):
+class BothTell(Tells, IterableDataset):
     """Has a state, and an iterator with another one."""
 
-    def __init__(self):
-        self.count = 0
+    count, told = 0, ("count",)
 
     def __iter__(self):
-        return CountingReading(self)
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
+        return Reading(self)
 
 
-class IsItsIterator(IterableDataset):
+class IsItsIterator(Reading, IterableDataset):
     """Is its own iterator, which each `iter()` begins anew."""
 
     def __init__(self):
-        self.order, self.position = [], 0
+        self.counts, self.order, self.position = None, [], 0
 
     def __iter__(self):
-        Reading.__init__(self)
+        self.order, self.position = shuffled(), 0
         return self
 
-    __next__, state_dict, load_state_dict = Reading.__next__, Reading.state_dict, Reading.load_state_dict
+
+class Told(IterableDataset):
+    """Its part is another one in each epoch of which it is told, and it has no state."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([sample(place, self.epoch / 10) for place in places()])
 
 
 STREAMS = [
-    Fixed,
-    Shuffled,
-    HoldsGenerator,
-    TellsPosition,
-    TakesOverLate,
-    CountsEpochs,
-    IteratorTells,
-    BothTell,
-    IsItsIterator,
+    *(Fixed, Shuffled, HoldsGenerator, TellsPosition, TakesOverLate, CountsEpochs),
+    *(IteratorTells, BothTell, IsItsIterator, Told),
 ]
 
 
-class Staged(Dataset):
+class Staged(Tells, Dataset):
     """A map-style dataset with a stage, which the program or a state sets."""
 
-    def __init__(self):
-        self.stage = 0
+    stage, told = 0, ("stage",)
 
     def __len__(self):
         return LENGTH
@@ -210,72 +191,13 @@ class Staged(Dataset):
     def __getitem__(self, place):
         return sample(place, self.stage / 10)
 
-    def state_dict(self):
-        return {"stage": self.stage}
-
-    def load_state_dict(self, state):
-        self.stage = state["stage"]
-
 
 class Counts(Staged):
-    """Counts its samples, which depend on that."""
-
-    def __getitem__(self, place):
-        self.stage += 1
-        return super().__getitem__(place)
-
-
-class Noisy(Dataset):
-    """A map-style dataset whose samples draw from the global generators, and from one of its own."""
+    """Counts its samples, which depend on that, and on generators: the global one, and one of its own."""
 
     def __init__(self):
         self.generator = random.Random(5)
 
-    def __len__(self):
-        return LENGTH
-
     def __getitem__(self, place):
-        return sample(place, (torch.rand(()).item() + self.generator.random()) / 2)
-
-
-class Turning(Sampler):
-    """Has another order in each epoch, by a count that is its state."""
-
-    def __init__(self):
-        self.epoch = 0
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        self.epoch += 1
-        return iter(np.random.default_rng(self.epoch).permutation(LENGTH).tolist())
-
-    def state_dict(self):
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
-
-
-class Holding(Sampler):
-    """Draws from a generator of its own."""
-
-    def __init__(self):
-        self.generator = np.random.default_rng(2)
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        return iter(self.generator.permutation(LENGTH).tolist())
-
-
-class Global(Sampler):
-    """Draws from the global generators."""
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        return iter(torch.randperm(LENGTH).tolist())
+        self.stage += 1
+        return [int(torch.rand(()).item() * 90), self.generator.randrange(90), *super().__getitem__(place)]

@@ -1,6 +1,8 @@
 """What a worker was given: where another process goes on, what it builds again, and what is not to come after all."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rayloader.random.generators import RandomState
 from rayloader.resume.digest import Drawn
@@ -9,15 +11,111 @@ from rayloader.resume.snapshot import WorkerState
 from rayloader.task import Task
 from rayloader.transport import codec
 
+PLAIN, OWN, STREAM = {}, {"dataset": b"state"}, {"dataset": b"state", "begin": RandomState()}  # snapshots hold this
 
-def tasks_of(*task_ids):
-    return [Task(task_id, Drawn(codec.encode([task_id]), 0)) for task_id in task_ids]
+
+def task_of(task_id):
+    return Task(task_id, Drawn(codec.encode([task_id]), 0))
+
+
+class Run:
+    """A worker's run over epochs, and a model of it: which tasks it was given in each, and how far it and the user are.
+
+    It answers in the order in which it was given its tasks, and its batches are taken in that order.
+    """
+
+    def __init__(self, parts):
+        self.journal, self.parts = Journal(), parts
+        self.given, self.answered, self.taken = [[]], 0, 0  # numbers of tasks by epochs; how many of the last one
+        self.ever_answered = False
+
+    @property
+    def epoch(self):
+        return len(self.given) - 1
+
+    def give(self):
+        self.given[-1].append(2 * len(self.given[-1]))
+        self.journal.given(task_of(self.given[-1][-1]))
+
+    def answer(self, told=False):
+        if self.answered < len(self.given[-1]):
+            self.begin()
+            task_id = self.given[-1][self.answered]
+            self.answered, self.ever_answered = self.answered + 1, True
+            self.journal.answered(task_id, 100 + task_id)
+            if told:
+                self.journal.reached(WorkerState(self.epoch, self.answered, task_id, **self.parts))
+
+    def answer_and_tell(self):
+        self.answer(told=True)
+
+    def take(self):
+        if self.taken < self.answered:
+            self.journal.taken(self.given[-1][self.taken])
+            self.taken += 1
+
+    def next_epoch(self):
+        self.journal.begins(Resumed(self.epoch + 1, self.epoch + 51))
+        self.given.append([])
+        self.answered = self.taken = 0
+
+    def begin(self):
+        if not self.journal.begun:
+            self.journal.reached_begin(WorkerState(self.epoch, **self.parts))
+
+    def after(self, state, entries):
+        """Epoch and last task of a worker that has gone through these again; nothing may be left out or come twice."""
+        epoch, done = (0, 0) if state is None else (state.epoch, (state.last_task + 2) // 2)
+        for entry in entries:
+            if isinstance(entry, Resumed):
+                assert (entry.epoch, done) == (epoch + 1, len(self.given[epoch]))
+                epoch, done = entry.epoch, 0
+            else:
+                assert entry.task_id == self.given[epoch][done]
+                assert entry.digest in (None, 100 + entry.task_id)
+                done += 1
+        return epoch, done
+
+    def check(self):
+        journal, entries = self.journal, self.journal.entries
+        assert self.after(journal.state, entries) == (self.epoch, len(self.given[-1]))
+        first = 0 if journal.state is None else journal.state.epoch
+        assert journal.shared_seed == (50 + first if first else None)
+        proofs = [entry for entry in entries if isinstance(entry, Task) and entry.digest is not None]
+        # But for the begin of an epoch, and for the first one, a state of the dataset's own is used at once.
+        is_own = self.parts and (not self.answered or journal.state is journal.base)
+        assert proofs or is_own or not self.ever_answered
+        if not journal.begun:
+            return
+        again, tasks, before = [*journal.to_rebuild.values()], journal.to_rebuild, journal.before
+        base = (self.epoch, 0) if before else self.after(journal.base, ())
+        assert (base[0], base[1] + len(again)) == (self.epoch, self.taken)
+        assert [*tasks] == self.given[-1][base[1] : self.taken]
+        assert again or not self.taken or (self.parts and journal.base.last_task == journal.last_taken)
+        other = Journal()
+        other.starts_at(journal.base, again)
+        if before:
+            other.starts_before(before)
+            assert not other.begun
+            assert self.after(before.state, before.entries) == (self.epoch, 0)
+        assert self.after(other.state, other.entries) == (self.epoch, self.taken)
+
+
+MOVES = [Run.give, Run.give, Run.answer, Run.answer_and_tell, Run.take, Run.next_epoch, Run.begin]
+
+
+@given(st.sampled_from([PLAIN, OWN, STREAM]), st.lists(st.sampled_from(MOVES), max_size=40))
+def test_another_process_goes_on_where_the_worker_and_the_user_are_and_proves_it(parts, moves):
+    run = Run(parts)
+    for move in moves:
+        move(run)
+        run.check()
 
 
 def journal_of(*task_ids, answered=(), snapshots=(), **state):
     journal = Journal()
-    for task in tasks_of(*task_ids):
-        journal.given(task)
+    for task_id in task_ids:
+        journal.given(task_of(task_id))
     for task_id in answered:
         journal.answered(task_id, 100 + task_id)
     for task_id in snapshots:
@@ -30,52 +128,11 @@ def at(journal):
     return journal.state and journal.state.last_task, entries, [*journal.to_rebuild]
 
 
-# ---- where to go on
-
-
-def test_at_least_one_task_that_was_answered_is_built_again():
-    journal = journal_of(0, 2, 4, 6)
-    assert at(journal) == (None, [0, 2, 4, 6], [])
-    journal.answered(0, 7)
-    journal.reached(WorkerState(last_task=0))
-    assert at(journal) == (None, [0, 2, 4, 6], [])
-    journal.answered(2, 8)
-    assert at(journal) == (0, [2, 4, 6], [])
-    journal.reached(WorkerState(last_task=2))
-    assert at(journal) == (0, [2, 4, 6], [])
-    assert [entry.digest for entry in journal.entries] == [8, None, None]
-
-
-def test_at_least_one_task_that_was_taken_is_built_again():
-    journal = journal_of(0, 2, 4, 6, answered=(0, 2, 4), snapshots=(0, 2, 4))
-    assert journal.base is None
+def test_the_newest_snapshots_are_used_that_leave_something_to_prove():
+    journal = journal_of(0, 2, 4, answered=(0, 2, 4), snapshots=(0, 2, 4))
     journal.taken(0)
-    assert (journal.base, at(journal)[2]) == (None, [0])
     journal.taken(2)
-    assert (journal.base.last_task, at(journal)[2]) == (0, [2])
-    assert [entry.digest for entry in journal.to_rebuild.values()] == [102]
-    journal.taken(4)
-    assert (journal.base.last_task, at(journal)) == (2, (2, [4, 6], [4]))
-
-
-@pytest.mark.parametrize("state", [{"dataset": b"state"}, {"iterator": b"state"}])
-def test_also_where_the_dataset_has_a_state_which_may_leave_something_out(state):
-    journal = journal_of(0, 2, 4, answered=(0, 2), snapshots=(0, 2), **state)
-    assert at(journal) == (0, [2, 4], [])
-    journal.taken(0)
-    assert (journal.base.last_task, [*journal.to_rebuild]) == (0, []), (
-        "the first one is all that is known of the dataset"
-    )
-    journal.taken(2)
-    assert (journal.base.last_task, [*journal.to_rebuild]) == (0, [2])
-
-
-def test_but_not_where_there_is_nothing_to_prove():
-    journal = journal_of(0, 2, 4, answered=(0, 2), snapshots=(0, 2), exhausted=True)
-    assert at(journal) == (2, [4], [])
-    journal.taken(0)
-    assert journal.base.last_task == 0
-    assert journal.to_rebuild == {}
+    assert (journal.base.last_task, journal.newest.last_task, at(journal)) == (0, 4, (2, [4], [2]))
 
 
 def test_a_snapshot_is_told_as_what_has_changed():
@@ -86,10 +143,23 @@ def test_a_snapshot_is_told_as_what_has_changed():
     assert journal.newest == journal.state
 
 
+@pytest.mark.parametrize("parts", [OWN, {"iterator": b"state"}, {"exhausted": True}])
+def test_the_begin_of_an_epoch_needs_no_proof_where_the_dataset_has_a_state_or_has_ended(parts):
+    journal = journal_of(0, 1, answered=(0, 1), snapshots=(0,))
+    journal.begins(Resumed(1, None))
+    journal.reached_begin(WorkerState(epoch=1, **parts))
+    assert (at(journal), journal.before) == ((-1, [], []), None)
+
+
+# ---- streams that end
+
+
 def test_of_a_stream_that_has_ended_nothing_is_built_any_more():
     journal = journal_of(0, 1, 2, 3, answered=(0, 1), snapshots=(1,), exhausted=True)
     journal.exhausted()
     assert at(journal) == (1, [], [])
+    journal.begins(Resumed(1, None))
+    assert at(journal) == (1, [Resumed(1, None)], [])
 
 
 def test_the_end_of_a_stream_counts_where_the_last_batch_has_a_snapshot_of_its_own():
@@ -100,92 +170,6 @@ def test_the_end_of_a_stream_counts_where_the_last_batch_has_a_snapshot_of_its_o
     journal.taken(0)
     assert journal.base == WorkerState(last_task=0, exhausted=True)
     assert at(journal) == (0, [], [])
-
-
-def test_an_epoch_begins_where_the_one_before_it_was():
-    journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
-    resumed = Resumed(1, 5)
-    journal.begins(resumed)
-    for task in tasks_of(0, 1):
-        journal.given(task)
-    assert not journal.begun
-    assert at(journal) == (1, [2, resumed, 0, 1], [])
-    assert journal.shared_seed is None
-    journal.reached_begin(WorkerState(epoch=1))
-    journal.answered(0, 100)
-    assert journal.shared_seed == 5
-    assert at(journal) == (-1, [0, 1], [])
-
-
-def test_the_begin_of_an_epoch_is_proven_by_a_task_of_the_one_before():
-    journal = journal_of(0, 1, 2, answered=(0, 1, 2), snapshots=(0, 1))
-    resumed = Resumed(1, 5)
-    journal.begins(resumed)
-    for task in tasks_of(0, 1):
-        journal.given(task)
-    journal.reached_begin(WorkerState(epoch=1))
-    assert journal.begun
-    assert journal.shared_seed is None
-    assert at(journal) == (1, [2, resumed, 0, 1], [])
-    assert journal.before.state.last_task == 1
-    journal.answered(0, 100)
-    assert at(journal) == (-1, [0, 1], [])
-    assert journal.before.state.last_task == 1
-    other = Journal()
-    other.starts_before(journal.before)
-    assert not other.begun
-    assert at(other) == (1, [2, resumed], [])
-    journal.taken(0)
-    assert journal.before is None
-
-
-@pytest.mark.parametrize("state", [{"dataset": b"state"}, {"iterator": b"state"}, {"exhausted": True}])
-def test_but_not_where_the_begin_needs_no_proof(state):
-    journal = journal_of(0, 1, answered=(0, 1), snapshots=(0,))
-    journal.begins(Resumed(1, None))
-    journal.reached_begin(WorkerState(epoch=1, **state))
-    assert at(journal) == (-1, [], [])
-    assert journal.before is None
-
-
-# ---- streams with a state, which may be stale when an epoch begins
-
-
-STREAM = {"dataset": b"state", "begin": RandomState()}
-
-
-def test_what_may_be_stale_is_reached_by_the_epoch_before_until_a_batch_has_a_snapshot():
-    journal = journal_of(0, 1, 2, answered=(0, 1), snapshots=(0, 1), **STREAM)
-    resumed = Resumed(1, None)
-    journal.begins(resumed)
-    journal.reached_begin(WorkerState(epoch=1, **STREAM))
-    for task in tasks_of(0, 1):
-        journal.given(task)
-    journal.answered(0, 100)
-    journal.taken(0)
-    assert at(journal) == (0, [1, 2, resumed, 0, 1], [0])
-    assert journal.before.state.last_task == 0
-    journal.reached(WorkerState(epoch=1, tasks=1, last_task=0))
-    assert at(journal) == (0, [1, 2, resumed, 0, 1], [0])
-    journal.answered(1, 101)
-    journal.taken(1)
-    assert at(journal) == (0, [1], [1])
-    assert journal.before is None
-
-
-def test_a_stream_builds_something_between_a_snapshot_and_the_next_epoch():
-    journal = journal_of(0, 1, answered=(0, 1), snapshots=(0, 1), **STREAM)
-    resumed = Resumed(1, None)
-    journal.begins(resumed)
-    assert at(journal) == (0, [1, resumed], [])
-
-
-def test_but_not_after_its_end():
-    journal = journal_of(0, 1, answered=(0, 1), snapshots=(0,), **STREAM)
-    journal.reached(WorkerState(last_task=1, exhausted=True))
-    resumed = Resumed(1, None)
-    journal.begins(resumed)
-    assert at(journal) == (1, [resumed], [])
 
 
 def test_the_end_of_a_stream_counts_where_nothing_comes_after_the_state_that_was_loaded():

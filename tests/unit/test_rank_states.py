@@ -1,232 +1,183 @@
-"""States of all ranks, resumed with another number of ranks, without workers; tests/integration has some with."""
+"""States of all ranks, resumed with other numbers of ranks: each rank gets what a model deals out to it.
 
-from collections import Counter
+Without workers; tests/integration/test_ranks.py has some with workers.
+"""
 
+import random
+
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from rayloader import DataLoader, StateError
 
-DATA = torch.arange(48)
+LENGTH, SEED = 23, 1
+DATA = torch.arange(LENGTH)
 
 
 class Buckets(Sampler):
-    """Batches of 1 to 6 samples."""
+    """Batches of several sizes, always in the same list."""
 
     def __iter__(self):
-        order = torch.randperm(48).tolist()
-        while order:
-            size = 1 + len(order) % 6
-            yield order[:size]
-            del order[:size]
+        batch = []
+        for size in torch.randperm(7).tolist():
+            batch[:] = torch.randint(LENGTH, (size + 1,)).tolist()
+            yield batch
 
     def __len__(self):
-        left, count = 48, 0
-        while left > 0:
-            left, count = left - 1 - left % 6, count + 1
-        return count
+        return 7
 
 
-def held(seed=3):
-    return torch.Generator().manual_seed(seed)
+class Draws(Sampler):
+    """Draws as it goes, from all three global generators."""
+
+    def __iter__(self):
+        for _ in range(7):
+            yield from (random.randrange(LENGTH), int(np.random.randint(LENGTH)), int(torch.randint(LENGTH, ())))
+
+    def __len__(self):
+        return 21
+
+
+def held():
+    return torch.Generator().manual_seed(3)
+
+
+def shuffled(**options):
+    return RandomSampler(DATA, generator=held(), **options)
 
 
 # What a loader is given beside the ranks, anew for each.
 KINDS = {
     "shuffle": lambda: {"batch_size": 4, "shuffle": True},
-    "no shuffle": lambda: {"batch_size": 4},
+    "shuffle, drop_last": lambda: {"batch_size": 2, "shuffle": True, "drop_last": True},
+    "no shuffle": lambda: {"batch_size": 3},
     "no batches": lambda: {"batch_size": None, "shuffle": True},
-    "with replacement": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 48, 48)},
-    "generator": lambda: {"batch_size": 4, "sampler": RandomSampler(DATA, generator=held())},
-    "replacement and generator": lambda: {
-        "batch_size": 4,
-        "sampler": RandomSampler(DATA, replacement=True, generator=held()),
-    },
+    "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler(range(1, LENGTH + 1), 21)},
+    "global generators": lambda: {"batch_size": None, "sampler": Draws()},
+    "drop_last": lambda: {"batch_size": 4, "sampler": RandomSampler(DATA), "drop_last": True},
+    "generator": lambda: {"batch_size": 4, "sampler": shuffled(replacement=True)},
     "batch sampler": lambda: {"batch_sampler": Buckets()},
-    "torch's batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(DATA, generator=held()), 4, False)},
+    "batch sampler that drops": lambda: {"batch_sampler": BatchSampler(shuffled(), 4, drop_last=True)},
 }
 
 
+def seed(number):
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
 def rank_of(kind, num_replicas, rank, **options):
-    torch.manual_seed(rank)
-    return DataLoader(DATA, **KINDS[kind](), num_replicas=num_replicas, rank=rank, seed=1, **options)
+    seed(rank)  # the ranks' global generators differ
+    return DataLoader(DATA, **KINDS[kind](), num_replicas=num_replicas, rank=rank, seed=SEED, **options)
 
 
-def samples(batch):
-    return batch.reshape(-1).tolist()
+def plain(batch):
+    return batch.tolist()
 
 
-def whole(kind, epochs):
-    """What all get together in the last of so many epochs."""
-    loader = rank_of(kind, 1, 0)
-    for epoch in range(epochs):
-        loader.set_epoch(epoch)
-        found = [sample for batch in loader for sample in samples(batch)]
-    return found
+def items_of(kind, epoch):
+    """What is dealt in an epoch, in order: samples, or the batches of a batch sampler."""
+    arguments = KINDS[kind]()
+    alone = DistributedSampler(DATA, 1, 0, arguments.get("shuffle", False), SEED)
+    sampler = arguments.get("batch_sampler", arguments.get("sampler", alone))
+    for number in range(epoch + 1):
+        alone.set_epoch(number)
+        seed(SEED + number)
+        items = [item.copy() if isinstance(item, list) else item for item in sampler]
+    return items
 
 
-def begun(kind, num_replicas, epochs, batches):
-    """Of each rank what it took of the last epoch, and its state."""
-    taken = []
-    for rank in range(num_replicas):
-        loader = rank_of(kind, num_replicas, rank)
-        for epoch in range(epochs - 1):
-            loader.set_epoch(epoch)
-            list(loader)
-        loader.set_epoch(epochs - 1)
-        iterator = iter(loader)
-        taken.append(([sample for _ in range(batches) for sample in samples(next(iterator))], loader.state_dict()))
-    return taken
+def dealt(kind, places, num_replicas):
+    """The places of each rank, in its batches."""
+    arguments = KINDS[kind]()
+    size = 1 if "batch_sampler" in arguments else arguments["batch_size"] or 1
+    drops = "drop" in kind
+    count = len(places) - len(places) % num_replicas if drops else len(places) + -len(places) % num_replicas
+    whole = (places * (num_replicas + 1))[:count]
+    shares = [whole[rank::num_replicas] for rank in range(num_replicas)]
+    batches = [[share[at : at + size] for at in range(0, len(share), size)] for share in shares]
+    return [[batch for batch in mine if len(batch) == size or not drops] for mine in batches]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("num_replicas", "batches"),
-    [(2, 2), (3, 0), *(pytest.param(*full, marks=pytest.mark.full) for full in [(1, 2), (2, 0), (3, 2), (1, 0)])],
-)
-def test_nothing_of_the_epoch_is_lost_or_repeated_with_other_ranks(kind, num_replicas, batches):
-    expected = Counter(whole(kind, 3))
-    before = begun(kind, 4, epochs=3, batches=batches)
-    found = Counter(sample for taken, _ in before for sample in taken)
-    states = [state for _, state in before]
-    loaders = [rank_of(kind, num_replicas, rank) for rank in range(num_replicas)]
-    parts = []
-    for loader in loaders:
-        loader.load_state_dict(states[::-1])
-        parts.append([samples(batch) for batch in loader])
-    found += Counter(sample for part in parts for batch in part for sample in batch)
-    assert not expected - found
-    assert len({len(part) for part in parts}) == 1
-    most = 6 if "batch sampler" in kind else 1  # samples in what is dealt
-    assert (found - expected).total() <= (num_replicas - 1) * most
-    # The epoch after it, by the samplers' generators, is the one that would have followed.
-    following = [sample for loader in loaders for batch in after(loader, 3) for sample in samples(batch)]
-    assert not Counter(whole(kind, 4)) - Counter(following)
+def given_for(kind, items, batches):
+    """What a loader gives for batches of places."""
+    is_single = "batch_sampler" in KINDS[kind]() or KINDS[kind]()["batch_size"] is None
+    return [items[batch[0]] if is_single else [items[place] for place in batch] for batch in batches]
 
 
-def after(loader, epoch):
-    loader.set_epoch(epoch)
-    return list(loader)
+ROUNDS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 3), min_size=4, max_size=4)), max_size=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_ranks_may_change_again_in_the_same_epoch(kind):
-    found = Counter()
-    states = None
-    for num_replicas, batches in ((4, 1), (3, 1), (2, 1), (3, 99)):
-        new = []
-        for rank in range(num_replicas):
-            loader = rank_of(kind, num_replicas, rank)
-            loader.set_epoch(2)
-            if states is not None:
-                loader.load_state_dict(states)
-            for step, batch in enumerate(loader):
-                found.update(samples(batch))
-                if step + 1 == batches:
-                    break
-            new.append(loader.state_dict())
-        states = new
-    assert not Counter(whole(kind, 3 if "generator" not in kind else 1)) - found
+@settings(max_examples=5)
+@given(ROUNDS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1))
+def test_each_rank_gets_what_the_model_deals_out(kind, rounds, last, following, epoch):
+    """However often the number of ranks changes, in an epoch or after it, and however far each rank has come."""
+    items, states, shares = items_of(kind, epoch), None, []
+    left = [*range(len(items))]
+    for world, counts in [*rounds, (last, [99] * last)]:
+        if world != len(shares):
+            shares = dealt(kind, left, world)
+        loaders = []
+        for rank in range(world):
+            loader = rank_of(kind, world, rank)
+            if states is None:
+                for number in range(epoch):
+                    loader.set_epoch(number)
+                    list(loader)
+                loader.set_epoch(epoch)
+            else:
+                loader.load_state_dict(states[::-1])
+            iterator, mine = iter(loader), shares[rank]
+            mine, shares[rank] = mine[: counts[rank]], mine[counts[rank] :]
+            assert [plain(next(iterator)) for _ in mine] == given_for(kind, items, mine)
+            left = [place for place in left if not any(place in batch for batch in mine)]
+            loaders.append((loader, iterator))
+        states = [loader.state_dict() for loader, _ in loaders]
+    for _, iterator in loaders:
+        assert next(iterator, None) is None
+    items = items_of(kind, epoch + 1)
+    for rank, mine in enumerate(dealt(kind, [*range(len(items))], following)):
+        loader = rank_of(kind, following, rank)
+        loader.load_state_dict([loader.state_dict() for loader, _ in loaders])
+        assert loader.state_dict()["epoch"] == epoch + 1
+        loader.set_epoch(epoch + 1)
+        assert [plain(batch) for batch in loader] == given_for(kind, items, mine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_rank_goes_on_by_its_own_state(kind):
-    for rank in range(2):
-        loader, again = rank_of(kind, 2, rank), rank_of(kind, 2, rank)
-        iterator = iter(loader)
-        next(iterator)
-        again.load_state_dict(loader.state_dict())
-        assert [samples(batch) for batch in again] == [samples(batch) for batch in iterator]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_the_middle_of_what_was_dealt_anew_each_rank_goes_on(kind):
-    states = [state for _, state in begun(kind, 4, epochs=2, batches=1)]
-    for rank in range(2):
-        loader, again = rank_of(kind, 2, rank), rank_of(kind, 2, rank)
-        loader.load_state_dict(states)
-        iterator = iter(loader)
-        next(iterator)
-        again.load_state_dict(loader.state_dict())
-        rest = [samples(batch) for batch in iterator]
-        assert [samples(batch) for batch in again] == rest
-        assert rest
-
-
-def test_a_list_of_as_many_ranks_is_each_ranks_own_state():
-    states = [state for _, state in begun("shuffle", 2, epochs=2, batches=2)]
-    for rank in range(2):
-        loader, alone = rank_of("shuffle", 2, rank), rank_of("shuffle", 2, rank)
-        loader.load_state_dict(states)
-        alone.load_state_dict(states[rank])
-        assert torch.equal(torch.cat(list(loader)), torch.cat(list(alone)))
-
-
-def test_between_two_epochs_the_next_one_is_whole():
+def begun(make, num_replicas, batches=1, epoch=0):
+    """The states of loaders of all ranks in an epoch, after so many batches."""
     states = []
-    for rank in range(4):
-        loader = rank_of("generator", 4, rank)
-        list(loader)
+    for rank in range(num_replicas):
+        loader = make(num_replicas, rank)
+        loader.set_epoch(epoch)
+        iterator = iter(loader)
+        for _ in range(batches):
+            next(iterator)
         states.append(loader.state_dict())
-    found = []
-    for rank in range(3):
-        loader = rank_of("generator", 3, rank)
-        loader.load_state_dict(states)
-        found.append([sample for batch in loader for sample in samples(batch)])
-    assert [sample for three in zip(*found, strict=True) for sample in three] == whole("generator", 2)
+    return states
 
 
 def test_the_ranks_own_generators_stay_their_own():
     """That of the loader is of base seeds; the global one is the program's."""
-    states = [state for _, state in begun("shuffle", 4, epochs=1, batches=1)]
-    generator = held(9)
-    loader = rank_of("shuffle", 2, 0, generator=generator)
-    with_own = []
-    for rank in range(4):
-        saved = rank_of("shuffle", 4, rank, generator=held(rank))
-        next(iter(saved))
-        with_own.append(saved.state_dict())
-    before = generator.get_state(), torch.get_rng_state()
-    loader.load_state_dict(with_own)
-    assert torch.equal(generator.get_state(), before[0])
+    loader = rank_of("shuffle", 2, 0, generator=held())
+    states = begun(lambda world, rank: rank_of("shuffle", world, rank, generator=torch.Generator()), 4)
+    before = loader.generator.get_state(), torch.get_rng_state()
+    loader.load_state_dict(states)
+    assert torch.equal(loader.generator.get_state(), before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
-    assert states
-
-
-def test_ranks_whose_generators_differed_are_found_out():
-    states = []
-    for rank in range(4):
-        sampler = RandomSampler(DATA, generator=held(rank))
-        loader = DataLoader(DATA, 4, sampler=sampler, num_replicas=4, rank=rank)
-        next(iter(loader))
-        states.append(loader.state_dict())
-    loader = DataLoader(DATA, 4, sampler=RandomSampler(DATA, generator=held(0)), num_replicas=2, rank=0)
-    with pytest.raises(StateError, match=r"that rank 1 got before .* had drawn different orders"):
-        loader.load_state_dict(states)
-
-
-def test_what_does_not_belong_together_is_refused():
-    states = [state for _, state in begun("shuffle", 2, epochs=1, batches=1)]
-    with pytest.raises(StateError, match=r"num_replicas=2, this one has 3.*list of all ranks"):
-        rank_of("shuffle", 3, 0).load_state_dict(states[0])
-    with pytest.raises(StateError, match="rank=0, this one has 1"):
-        rank_of("shuffle", 2, 1).load_state_dict(states[0])
-    with pytest.raises(StateError, match="one state of each rank"):
-        rank_of("shuffle", 3, 0).load_state_dict(states[:1])
-    with pytest.raises(StateError, match="different epochs"):
-        rank_of("shuffle", 3, 0).load_state_dict([states[0], begun("shuffle", 2, epochs=2, batches=1)[1][1]])
-    with pytest.raises(StateError, match="load the one state of this loader"):
-        DataLoader(DATA, 4).load_state_dict(states)
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_states_of_another_shuffle_show_in_the_indices(num_replicas):
-    states = [state for _, state in begun("shuffle", 2, epochs=1, batches=1)]
-    loader = DataLoader(DATA, 4, shuffle=True, num_replicas=num_replicas, rank=0)
-    with pytest.raises(StateError, match="the sampler did not reproduce its indices"):  # noqa: PT012
-        loader.load_state_dict(states)  # which already reads the order if the number of ranks is another one
-        iter(loader)
 
 
 class Stream(IterableDataset):
@@ -235,57 +186,85 @@ class Stream(IterableDataset):
 
 
 class Tells(Sampler):
-    """Tells its state."""
+    """Has another order in each epoch, by a count that is its state."""
+
+    epoch = 0
 
     def __iter__(self):
-        return iter(range(48))
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(LENGTH), LENGTH))
 
     def __len__(self):
-        return 48
+        return LENGTH
 
     def state_dict(self):
-        return {}
+        return {"epoch": self.epoch}
 
     def load_state_dict(self, state):
-        pass
+        self.epoch = state["epoch"]
 
 
-@pytest.mark.parametrize("given", [{"dataset": Stream()}, {"dataset": DATA, "sampler": Tells()}])
-def test_what_cannot_be_dealt_anew_goes_on_with_as_many_ranks(given):
-    states = []
-    for rank in range(2):
-        loader = DataLoader(**given, num_replicas=2, rank=rank)
-        iterator = iter(loader)
-        next(iterator)
-        states.append(loader.state_dict())
-    again = DataLoader(**given, num_replicas=2, rank=1)
-    again.load_state_dict(states)
-    assert list(again) == list(iterator)
-    with pytest.raises(StateError, match="of 2 ranks, and this loader is one of 3: the number can change where"):
-        DataLoader(**given, num_replicas=3, rank=1).load_state_dict(states)
-    with pytest.raises(StateError, match="rank=0, this one has 1"):
-        again.load_state_dict(states[0])
+def make(**options):
+    """What makes the loader of a rank."""
+    return lambda world, rank: DataLoader(**{"dataset": DATA, "num_replicas": world, "rank": rank, **options})
 
 
-def test_ranks_that_skip_other_steps_are_refused():
-    """In the rest of an epoch that is dealt anew the steps have other numbers, so none of it is skipped."""
+def differently_seeded(world, rank):
+    sampler = RandomSampler(DATA, generator=torch.Generator().manual_seed(rank))
+    return make(batch_size=4, sampler=sampler)(world, rank)
 
-    def states(*skipped):
-        found = []
-        for rank, steps in enumerate(skipped):
-            loader = rank_of("shuffle", 2, rank, skip_steps=steps)
-            iterator = iter(loader)
-            [next(iterator) for _ in range(2)]
-            found.append(loader.state_dict())
-        return found
 
-    with pytest.raises(StateError, match="the ranks' states differ in their skip_steps"):
-        rank_of("shuffle", 3, 0).load_state_dict(states([5], []))
-    rests = []
+def tells(world, rank):
+    return make(sampler=Tells())(world, rank)
+
+
+def skips_by_rank(world, rank):
+    return make(batch_size=4, shuffle=True, skip_steps=[5] * rank)(world, rank)
+
+
+SHUFFLED = make(batch_size=4, shuffle=True)
+OTHER_SEED = make(batch_size=4, shuffle=True, seed=7)
+STREAM = make(dataset=Stream())
+REFUSED = {
+    "another number": (lambda: begun(SHUFFLED, 2)[0], SHUFFLED, "num_replicas=2, this one has 3.*list of all ranks"),
+    "another rank": (lambda: begun(SHUFFLED, 3)[1], SHUFFLED, "rank=1, this one has 0"),
+    "one is missing": (lambda: begun(SHUFFLED, 2)[:1], SHUFFLED, "one state of each rank"),
+    "other epochs": (lambda: [begun(SHUFFLED, 2, epoch=rank)[rank] for rank in range(2)], SHUFFLED, "different epochs"),
+    "one has not begun": (lambda: [*begun(SHUFFLED, 2)[:1], SHUFFLED(2, 1).state_dict()], SHUFFLED, "different epochs"),
+    "no ranks": (lambda: begun(SHUFFLED, 2), lambda *_: DataLoader(DATA, 4), "load the one state of this loader"),
+    "other orders": (lambda: begun(differently_seeded, 2), differently_seeded, "that rank 1 got before .* different"),
+    "another seed": (lambda: begun(SHUFFLED, 2), OTHER_SEED, "the sampler did not reproduce its indices"),
+    "other skip_steps": (lambda: begun(skips_by_rank, 2), SHUFFLED, "the ranks' states differ in their skip_steps"),
+    "a stream": (lambda: begun(STREAM, 2), STREAM, "of 2 ranks, and this loader is one of 3: the number can change"),
+    "a sampler's own state": (lambda: begun(tells, 2), tells, "of 2 ranks, and this loader is one of 3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_belong_together_is_refused(case):
+    states, make, message = REFUSED[case]
+    with pytest.raises(StateError, match=message):
+        make(3, 0).load_state_dict(states())
+
+
+@pytest.mark.parametrize("make", [STREAM, tells])
+def test_what_cannot_be_dealt_anew_goes_on_with_as_many_ranks(make):
+    whole, loader = make(2, 1), make(2, 1)
+    loader.load_state_dict(begun(make, 2))
+    assert list(loader) == list(whole)[1:]
+    assert list(loader) == list(whole)
+
+
+def test_in_the_rest_of_an_epoch_that_is_dealt_anew_no_step_is_skipped():
+    """There the steps have other numbers."""
+
+    def skips(world, rank):
+        return rank_of("no shuffle", world, rank, skip_steps=[1, 5])
+
+    states, rest = begun(skips, 2, batches=2), []
     for rank in range(3):
-        loader = rank_of("shuffle", 3, rank)
-        loader.load_state_dict(states([1, 5], [1, 5]))
+        loader = rank_of("no shuffle", 3, rank)
+        loader.load_state_dict(states)
         with pytest.warns(UserWarning, match="the rest of epoch 0 is dealt out to another number of ranks"):
-            rests += [index for batch in loader for index in samples(batch)]
-        assert loader.state_dict()["epoch"] == 1
-    assert len(set(rests)) == 48 - 2 * 3 * 4  # steps 0, 1 and 2, of which nobody gets 1
+            rest += [index for batch in loader for index in plain(batch)]
+    assert sorted({*rest}) == [*range(2 * 3 * 3, LENGTH)]  # steps 0, 1 and 2, of which nobody gets 1

@@ -6,10 +6,9 @@ import logging
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-import rayloader
 from rayloader import DataLoader, RayloaderError, ShardInfo, get_shard_info
 from rayloader._compat import set_worker_info, torch_worker
 from rayloader.host.shard_info import Reader
@@ -41,38 +40,26 @@ def in_worker():
 
 
 def test_ranks_and_workers_have_a_part_each(in_worker):
-    found, indices = [], []
-    for rank, worker_id in itertools.product(range(3), range(2)):
+    for number, (rank, worker_id) in enumerate(itertools.product(range(3), range(2))):
         in_worker(Reader((rank, 3), worker_id, 2), id=worker_id, num_workers=2)
-        shard = get_shard_info()
-        assert shard == get_shard_info() == ShardInfo(2 * rank + worker_id, 6, rank, 3, worker_id, 2)
-        indices.append(shard.index)
-        found += list(Records())
-    assert indices == list(range(6))
-    assert sorted(found) == list(range(40))
+        assert get_shard_info() == get_shard_info() == ShardInfo(number, 6, rank, 3, worker_id, 2)
+        assert list(Records()) == list(range(number, 40, 6))
 
 
-def test_without_workers_each_rank_has_a_part():
-    loaders = [DataLoader(Records(), 4, num_replicas=3, rank=rank) for rank in range(3)]
-    iterators = [iter(loader) for loader in loaders]  # at the same time in one process
-    found = [
-        [batch.tolist() for batch in three]
-        for three in itertools.zip_longest(*iterators, fillvalue=None)
-        if all(batch is not None for batch in three)
-    ]
-    assert sorted(sample for three in found for batch in three for sample in batch) == sorted(
-        sample for rank in range(3) for sample in range(rank, 40, 3)
-    )
+def test_without_workers_each_rank_has_a_part_and_a_state_goes_on_in_it():
+    def of_rank(rank):
+        return DataLoader(Records(), None, num_replicas=3, rank=rank)
+
+    loaders = [of_rank(rank) for rank in range(3)]
+    for number, samples in enumerate(zip(*loaders, strict=False)):  # at the same time in one process
+        assert [*samples] == [3 * number, 3 * number + 1, 3 * number + 2]
+        if number == 4:
+            states = [loader.state_dict() for loader in loaders]
     assert get_shard_info() == ShardInfo(0, 1, 0, 1, 0, 1)
-
-
-def test_a_state_without_workers_goes_on_in_the_same_part():
-    loader = DataLoader(Records(), 4, num_replicas=3, rank=1)
-    iterator = iter(loader)
-    next(iterator)
-    again = DataLoader(Records(), 4, num_replicas=3, rank=1)
-    again.load_state_dict(loader.state_dict())
-    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in iterator]
+    for rank, state in enumerate(states):
+        again = of_rank(rank)
+        again.load_state_dict(state)
+        assert list(again) == list(range(rank, 40, 3))[5:]
 
 
 def test_a_loader_within_a_dataset_reads_for_who_reads_that():
@@ -81,19 +68,16 @@ def test_a_loader_within_a_dataset_reads_for_who_reads_that():
             return iter(DataLoader(Records(), None))
 
     assert list(DataLoader(Outer(), None, num_replicas=4, rank=3)) == list(range(3, 40, 4))
-
-
-def test_without_ranks_there_is_one_part():
-    assert list(DataLoader(Records(), None)) == list(Records()) == list(range(40))
+    assert list(DataLoader(Outer(), None)) == list(Records()) == list(range(40))  # there is one part
 
 
 def test_a_loader_that_does_not_know_its_rank_is_an_error(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    for read in (lambda: list(DataLoader(Records(), None)), lambda: list(Records())):
+    for reading in (DataLoader(Records(), None), Records()):
         with pytest.raises(RayloaderError, match=r"several ranks.*pass num_replicas.*needs rayloader\.patch\(\)"):
-            read()
+            list(reading)
     assert list(DataLoader(Records(), None, num_replicas=1, rank=0)) == list(range(40))
     assert list(DataLoader(Unaware(), None)) == list(range(4))
 
@@ -105,24 +89,13 @@ def test_a_worker_of_torchs_loader_is_an_error(in_worker):
 
 
 def test_who_does_not_ask_for_its_part_is_told_in_the_log_once(caplog):
+    def read(dataset, num_replicas=2):
+        return list(DataLoader(dataset, None, num_replicas=num_replicas, rank=num_replicas - 1))
+
     with caplog.at_level(logging.WARNING, "rayloader"):
-        for _ in range(2):
-            assert list(DataLoader(Unaware(), None, num_replicas=2, rank=1)) == list(range(4))
+        assert read(Unaware()) == read(Unaware()) == list(range(4))
         assert caplog.text.count("its iterable dataset Unaware did not ask") == 1
         caplog.clear()
-        list(DataLoader(Unaware(), None, num_replicas=1, rank=0))
-        list(DataLoader(Records(), None, num_replicas=2, rank=1))
-        list(TorchDataLoader(Records(), None))
+        read(Unaware(), 1), read(Records()), list(TorchDataLoader(Records(), None))
+        assert read(IterableWrapper(range(10)).sharding_filter()) == [1, 3, 5, 7, 9]  # which divides it
         assert not caplog.text
-
-
-def test_a_datapipe_is_divided_by_its_sharding_filter(caplog):
-    pipe = IterableWrapper(range(10)).sharding_filter()
-    assert isinstance(pipe, IterDataPipe)
-    with caplog.at_level(logging.WARNING, "rayloader"):
-        assert list(DataLoader(pipe, None, num_replicas=2, rank=1)) == [1, 3, 5, 7, 9]
-    assert not caplog.text
-
-
-def test_it_is_public():
-    assert {"get_shard_info", "ShardInfo"} <= set(rayloader.__all__)

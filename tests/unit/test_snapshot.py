@@ -1,121 +1,79 @@
 """What a snapshot tells, when it is due, and what it is restored to."""
 
-from __future__ import annotations
-
 import random
 import types
 import unittest.mock
-from typing import Any
 
 import numpy as np
 import pytest
 
 from rayloader import ReplayError
 from rayloader.random.generators import RandomState
-from rayloader.resume.snapshot import SHARE, SnapshotTaker, WorkerState, dump_state, end_again, has_state
+from rayloader.resume.snapshot import SHARE, SnapshotTaker, dump_state, end_again, has_state
 
 
 class Counts:
-    """Tells its own state."""
+    """Tells its own state, and makes its generator again when it is told of an epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
+        self.rng = random.Random(0)
+
+    def set_epoch(self, epoch):
+        self.rng = random.Random(epoch)
 
     def state_dict(self):
-        if self.count < 0:
-            raise ValueError("no state")
         return {"count": self.count}
 
     def load_state_dict(self, state):
         self.count = state["count"]
 
 
-def recorder(dataset=None, *generators: Any) -> SnapshotTaker:
+def recorder(dataset=None, *generators):
     return SnapshotTaker(dataset, {"dataset": dataset, "collate_fn": generators}, RandomState.capture())
 
 
-def test_only_what_has_changed_is_told():
-    dataset = Counts()
-    told = recorder(dataset)
-    first, second = told.snapshot(None, tasks=1), told.snapshot(None, tasks=2)
-    assert first.dataset is not None
-    assert (second.dataset, second.tasks) == (None, 2)
-    dataset.count = 5
-    assert told.snapshot(None).dataset not in (None, first.dataset)
-
-
-def test_a_snapshot_over_the_one_before_is_whole():
+def test_only_what_has_changed_is_told_or_may_not_have_been_heard():
     dataset, own = Counts(), random.Random(1)
     told = recorder(dataset, own)
-    whole = told.snapshot(None)
-    own.random()
-    whole = told.snapshot(None, tasks=3).over(whole)
-    assert (whole.dataset is not None, whole.tasks) == (True, 3)
+    whole, second = told.snapshot(None, tasks=1), told.snapshot(None, tasks=2)
+    assert whole.dataset is not None
+    assert (second.dataset, second.random, second.tasks) == (None, RandomState(), 2)
+    dataset.count, _ = 5, own.random()
+    third = told.snapshot(None, tasks=3)
+    assert third.dataset not in (None, whole.dataset)
+    whole = third.over(second.over(whole))
+    told.forget()
+    assert told.snapshot(None, tasks=3) == whole
     after = own.random()
     recorder(dataset, own).restore(whole.random)
     assert own.random() == after
 
 
-def test_what_may_not_have_been_heard_is_told_again():
-    told = recorder(Counts())
-    told.snapshot(None)
-    told.forget()
-    assert told.snapshot(None).dataset is not None
-
-
-def test_until_it_is_asked_for_a_sample_a_dataset_has_the_loaded_state():
-    told = recorder(Counts())
-    told.loaded = WorkerState(dataset=b"loaded")
-    assert told.snapshot(None).dataset == b"loaded"
-    told.loaded = None
-    assert told.snapshot(None).dataset not in (None, b"loaded")
-
-
-def given(fetched):
-    """A fetcher of a stream that has loaded the state of its end, and then gives these samples."""
-    return types.SimpleNamespace(dataset=Counts(), dataset_iter=iter(fetched))
-
-
-def test_a_stream_takes_over_the_end_that_it_has_loaded_or_loads_its_next_epoch_again():
+@pytest.mark.parametrize("fetched", [[], [0]])
+def test_a_stream_takes_over_the_end_that_it_has_loaded_or_loads_its_next_epoch_again(fetched):
+    fetcher = types.SimpleNamespace(dataset=Counts(), dataset_iter=iter(fetched))
     state = dump_state(Counts())
-    ended, begins = given([]), given([0])
-    begins.dataset.count = 1  # as a sample leaves it
-    assert end_again(ended, state, None)
-    assert not end_again(begins, state, None)
-    assert (begins.dataset.count, begins.dataset_iter) == (0, None)
-
-
-def test_a_dataset_that_cannot_tell_its_state_is_told_of():
-    dataset = Counts()
-    dataset.count = -1
-    assert "ValueError: no state" in recorder(dataset).snapshot(None).error
-
-
-class MadeAnew:
-    """Makes its generator again when it is told of an epoch, and another one when it is first asked for a sample."""
-
-    def __init__(self):
-        self.rng = random.Random(0)
-
-    def set_epoch(self, epoch):
-        self.rng = random.Random(epoch)
-
-    def sample(self):
-        self.late = random.Random(1)
-        return self.rng.random()
+    fetcher.dataset.count = 1  # as a sample leaves it
+    assert end_again(fetcher, state, None) == (not fetched)
+    assert fetcher.dataset.count == (not fetched)
+    assert (fetcher.dataset_iter is None) == bool(fetched)
 
 
 def test_those_of_the_start_are_followed_where_they_are_made_anew_and_later_ones_are_not():
-    dataset, again = MadeAnew(), MadeAnew()
+    dataset, again = Counts(), Counts()
     told, restored = recorder(dataset), recorder(again)
     for one in (dataset, again):
         one.set_epoch(5)
-    dataset.sample()
+    dataset.late = random.Random(1)
+    dataset.rng.random()
     told.renew()
     restored.renew()
     state = told.snapshot(None)
     assert list(state.random.held) == ["dataset.rng"]
+    assert not restored.is_at(state.random)
     restored.restore(state.random)
+    assert restored.is_at(state.random)
     assert again.rng.random() == dataset.rng.random()
 
 
@@ -130,25 +88,11 @@ def test_the_next_one_is_due_when_it_costs_its_share_of_the_work():
     assert told.is_due
 
 
-def test_a_dataset_with_other_generators_is_refused():
+@pytest.mark.parametrize("others", [[], [np.random.default_rng(2)]])
+def test_a_dataset_with_other_generators_is_refused(others):
     state = recorder(None, random.Random(1), random.Random(2)).snapshot(None)
-    with pytest.raises(ReplayError, match=r"random generator collate_fn\[1\], which is missing here"):
-        recorder(None, random.Random(1)).restore(state.random)
-    with pytest.raises(ReplayError, match=r"collate_fn\[1\], which is missing here, or of another kind"):
-        recorder(None, random.Random(1), np.random.default_rng(2)).restore(state.random)
-
-
-@pytest.mark.parametrize(
-    ("state", "proven"),
-    [
-        (WorkerState(), True),
-        (WorkerState(dataset=b"x"), False),
-        (WorkerState(iterator=b"x"), False),
-        (WorkerState(exhausted=True), False),
-    ],
-)
-def test_what_must_be_proven(state, proven):
-    assert state.is_to_be_proven is proven
+    with pytest.raises(ReplayError, match=r"generator collate_fn\[1\], which is missing here, or of another kind"):
+        recorder(None, random.Random(1), *others).restore(state.random)
 
 
 def with_methods(tell, load):
