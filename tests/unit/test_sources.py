@@ -1,5 +1,6 @@
 """What is given to a command: a state anywhere in a file, a loader by its name, or an error that says what to do."""
 
+import io
 import pickle
 import sys
 
@@ -21,35 +22,21 @@ def is_same(packed, state):
     return repr(State.load(packed).pack()) == repr(state.pack())
 
 
-def test_a_file_that_is_a_state_needs_no_key(tmp_path):
-    state = saved()
-    torch.save(state.pack(), tmp_path / "state.pt")
-    assert is_same(*load(tmp_path / "state.pt"), state)
-    assert is_same(*load(tmp_path / "state.pt", "loops.fit"), state)
-
-
-def test_a_state_in_a_file_of_torch_is_found(tmp_path):
-    state = saved()
-    path = tmp_path / "checkpoint.pt"
-    torch.save({"model": {"weight": torch.ones(3)}, "loader": state.pack()}, path)
-    assert is_same(*load(str(path)), state)
-
-
-def test_the_format_of_before_torch_1_6_is_refused(tmp_path):
-    torch.save(saved().pack(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CommandError, match=r"is not a file of torch\.save in its present format"):
-        load(tmp_path / "old.pt")
-
-
-def test_a_state_deep_in_a_checkpoint_is_found(tmp_path):
-    """As Lightning and Accelerate save them."""
-    state = saved()
-    path = tmp_path / "lightning.ckpt"
-    loops = {"fit_loop": {"state_dict": {"combined_loader": [state.pack()]}}}
-    torch.save({"epoch": 1, "loops": loops, "callbacks": {1: ()}}, path)
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda state: state,
+        lambda state: {"model": {"weight": torch.ones(3)}, "loader": state},
+        # As Lightning and Accelerate save them.
+        lambda state: {"loops": {"fit_loop": {"state_dict": {"combined_loader": [state]}}}, "callbacks": {1: ()}},
+        lambda state: {**state, "_iterator_finished": False},
+    ],
+)
+def test_a_state_is_found_wherever_it_is_in_a_file_of_torch(tmp_path, within):
+    state, path = saved(), tmp_path / "checkpoint.pt"
+    torch.save(within(state.pack()), path)
     assert is_same(*load(path), state)
-    torch.save({**state.pack(), "_iterator_finished": False}, tmp_path / "dl_state_dict.bin")
-    assert is_same(*load(tmp_path / "dl_state_dict.bin"), state)
+    assert is_same(*load(str(path)), state)
 
 
 def test_one_of_several_states_is_chosen_by_its_key(tmp_path):
@@ -100,22 +87,23 @@ def test_nothing_in_a_file_is_run(tmp_path):
         load(path)
 
 
+OLD = io.BytesIO()
+torch.save(saved().pack(), OLD, _use_new_zipfile_serialization=False)
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is not a file of torch.save"),
-        (b"not this", "is not a file of torch.save"),
-        (b"\x00\x01\x02", "is not a file of torch.save"),
-        (pickle.dumps({"a": 1}), "is not a file of torch.save"),
-        (pickle.dumps(saved().pack())[:100], "is not a file of torch.save"),
-        (b"PK\x03\x04 and more", "is not a file of torch.save"),
-    ],
+    "content",
+    [b"", b"not this", b"\x00\x01\x02", pickle.dumps({"a": 1}), pickle.dumps(saved().pack())[:100], b"PK\x03\x04 and"],
 )
-def test_other_files_are_refused(tmp_path, content, message):
-    path = tmp_path / "file"
-    path.write_bytes(content)
-    with pytest.raises(CommandError, match=message):
-        load(path)
+def test_other_files_and_the_format_of_before_torch_1_6_are_refused(tmp_path, content):
+    for one in (content, OLD.getvalue()):
+        (tmp_path / "file").write_bytes(one)
+        with pytest.raises(CommandError, match=r"is not a file of torch\.save"):
+            load(tmp_path / "file")
+    with pytest.raises(CommandError, match="can't be read: No such file"):
+        load(tmp_path / "nothing")
+    with pytest.raises(CommandError, match="can't be read: Is a directory; name a file"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("content", [[], {"format": "other"}, 3])
@@ -123,13 +111,6 @@ def test_a_file_without_a_state_is_refused(tmp_path, content):
     torch.save(content, tmp_path / "file")
     with pytest.raises(CommandError, match=r"holds no state of a rayloader\.DataLoader"):
         load(tmp_path / "file")
-
-
-def test_what_is_no_file_is_refused(tmp_path):
-    with pytest.raises(CommandError, match="can't be read: No such file"):
-        load(tmp_path / "nothing")
-    with pytest.raises(CommandError, match="can't be read: Is a directory; name a file"):
-        load(tmp_path)
 
 
 # ---- names
