@@ -21,13 +21,6 @@ from framework_data import Augmented, Numbers, seed, write_results
 # ---- stand-ins
 
 
-class Collated(DataLoader):
-    """As PyG's `DataLoader` and TorchIO's: the constructor chooses the `collate_fn`."""
-
-    def __init__(self, dataset, batch_size=1, shuffle=False, follow=None, **others):
-        super().__init__(dataset, batch_size, shuffle, collate_fn=lambda samples: [follow, *samples], **others)
-
-
 class Nodes(DataLoader):
     """As PyG's `NodeLoader`: the workers call a method of the loader, and so do the iterators."""
 
@@ -113,9 +106,7 @@ class Fake:
 
 
 STAND_INS = {
-    "collated": lambda: Collated(Augmented(), 4, True, follow="x", num_workers=2, persistent_workers=True),
-    "stream": lambda: Collated(Numbers(), 4, follow="y", num_workers=2),
-    "nodes": lambda: Nodes(Augmented(), batch_size=4, shuffle=True, num_workers=2),
+    "nodes": lambda: Nodes(Augmented(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
     "seeded": lambda: Seeded(Randomized(), batch_size=4, num_workers=2),
     "endless": lambda: Endless(Augmented(), batch_size=4, shuffle=True, num_workers=2),
     "fake": lambda: Fake(2),

@@ -8,7 +8,7 @@ import json
 import logging
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -64,47 +64,17 @@ class Counted(IterableDataset):
         return Count(self.bad)
 
 
-class Counting(IterableDataset):
-    """Tells its state itself."""
-
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        while self.position < 10:
-            self.position += 1
-            yield self.position
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-def drawn():
-    return RandomSampler(range(20), generator=torch.Generator().manual_seed(3))
-
-
 CASES = {
     "map": lambda: {"dataset": Squares(), "sampler": SequentialSampler(range(20)), "batch_size": 3},
-    "drawn": lambda: {"dataset": Squares(), "sampler": drawn(), "batch_size": 3},
-    "its own sampler": lambda: {
-        "dataset": Squares(),
-        "sampler": StatefulDistributedSampler(Squares(), 2, 1),
-        "batch_size": 3,
-    },
+    "its own sampler": lambda: {"dataset": Squares(), "sampler": StatefulDistributedSampler(Squares(), 2, 1)},
     "batch sampler": lambda: {"dataset": Squares(), "batch_sampler": [[1, 2, 3], [5], [8, 13], [4, 6, 7, 9], [0]]},
-    "single": lambda: {"dataset": Squares(), "batch_size": None},
     "stream": lambda: {"dataset": Numbers(20), "batch_size": 3},
-    "stream with a state": lambda: {"dataset": Counting(), "batch_size": 3},
-    "stream whose iterator has a state": lambda: {"dataset": Counted(), "batch_size": 3},
+    "stream whose iterator has a state": lambda: {"dataset": Counted(), "batch_size": None},
 }
 STATES = [f"states, {case}, {number}" for case, number in itertools.product(CASES, "02")]
 ERRORS = {
     "sample": lambda: {"dataset": Squares(bad=7), "batch_size": 3},
-    "single sample": lambda: {"dataset": Squares(bad=7), "batch_size": None},
-    "stream": lambda: {"dataset": Counted(bad=5), "batch_size": 3},
+    "stream": lambda: {"dataset": Counted(bad=5), "batch_size": None},
 }
 TURNS = [f"turns, {case}, {number}" for case, number in itertools.product(ERRORS, "02")]
 

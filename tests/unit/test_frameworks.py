@@ -93,9 +93,15 @@ def test_a_framework_makes_ours_whenever_it_was_imported():
     assert type(loader) is rayloader.DataLoader
 
 
+class OfOurs(rayloader.DataLoader):
+    pass
+
+
 def test_as_a_plain_call_it_holds_until_it_is_removed():
     patched = rayloader.patch(on_error="skip")
     assert isinstance(patched, rayloader.Patch)
+    assert type(OfOurs(DATASET)) is OfOurs
+    assert OfOurs(DATASET).on_error == rayloader.DataLoader(DATASET).on_error == "raise"  # ours are left alone
     assert DataLoader(DATASET).on_error == "skip"
     patched.remove()
     assert type(DataLoader(DATASET)) is DataLoader
@@ -152,19 +158,6 @@ class Derived(DataLoader):
         return [self.label, *samples]
 
 
-class Kept(Derived):
-    """As timm's and Ultralytics': it keeps one of torch's iterators."""
-
-    def __iter__(self):
-        self.kept = super().__iter__()
-        yield from self.kept
-
-    def end(self):
-        for worker in self.kept._workers:
-            worker.terminate()
-        self.kept._shutdown_workers()
-
-
 class Doubled(Derived):
     """As PyG's loaders of nodes: it changes what torch's iterators give."""
 
@@ -207,7 +200,7 @@ def made(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("loader_class", [Derived, Kept, Doubled])
+@pytest.mark.parametrize("loader_class", [Derived, Doubled])
 def test_loaders_of_derived_classes_keep_their_class_and_get_our_iterators(loader_class, made):
     expected = list(loader_class(DATASET, 4))
     assert not made
@@ -222,12 +215,6 @@ def test_loaders_of_derived_classes_keep_their_class_and_get_our_iterators(loade
         loader.batch_size = 3
     assert list(loader_class(DATASET, 4)) == expected
     assert len(made) == 5
-
-
-def test_iterators_of_derived_classes_stay_as_they_are(made):
-    with rayloader.patch():
-        assert type(iter(OfItsOwn(DATASET))) is OfOthers
-    assert not made
 
 
 def test_their_iterators_have_the_arguments_of_the_patch():
@@ -246,8 +233,10 @@ def test_their_iterators_have_the_arguments_of_the_patch():
         iter(Derived(Stream()))
 
 
-def test_what_others_make_torchs_iterators_of_gets_ours_while_a_patch_is_in_force(made):
+def test_what_others_make_torchs_iterators_of_gets_ours_and_other_classes_of_iterators_stay(made):
     with rayloader.patch():
+        assert type(iter(OfItsOwn(DATASET))) is OfOthers
+        assert not made
         assert list(SingleProcessIterator(Raw())) == [0.0, 1.0, 2.0]
     assert made == [LocalIterator]
     assert type(SingleProcessIterator(Raw())) is SingleProcessIterator
@@ -269,15 +258,6 @@ def test_other_code_may_move_the_sampler_and_set_attributes_when_an_iterator_beg
     monkeypatch.setattr(BaseIterator, "__init__", begins_later)
     assert [number for _, number in loader] == [*range(3, 10)]
     assert [number for _, number in loader] == [*range(10)]
-
-
-def test_a_class_of_ours_is_left_alone():
-    class OfOurs(rayloader.DataLoader):
-        pass
-
-    with rayloader.patch(seeding="batch"):
-        assert type(OfOurs(DATASET)) is OfOurs
-        assert OfOurs(DATASET).seeding == rayloader.DataLoader(DATASET).seeding == "worker"
 
 
 def without_processes(monkeypatch):

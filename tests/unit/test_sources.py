@@ -39,52 +39,43 @@ def test_a_state_is_found_wherever_it_is_in_a_file_of_torch(tmp_path, within):
     assert is_same(*load(str(path)), state)
 
 
-def test_one_of_several_states_is_chosen_by_its_key(tmp_path):
-    path = tmp_path / "two.pt"
-    one, other = saved(1), saved(2)
-    torch.save({"loaders": {"train": one.pack(), "val.easy": other.pack()}}, path)
-    with pytest.raises(CommandError, match=r"holds 2 states; choose one by --key: loaders.train, loaders.val.easy$"):
-        load(path)
-    assert is_same(*load(path, "loaders.train"), one)
-    assert is_same(*load(path, "loaders.val"), other)
-    with pytest.raises(CommandError, match=r"holds 2 states; choose one by --key"):
-        load(path, "loaders")
-    with pytest.raises(CommandError, match=r"holds no state at loader; choose one by --key: loaders.train"):
-        load(path, "loader")
+SEVERAL = {"loaders": {"train": saved(1).pack(), "val.easy": saved(2).pack()}}
+RANKS = [state.pack() for state in of_ranks(3)]
 
 
-def test_the_states_of_all_ranks_are_one_thing(tmp_path):
-    path = tmp_path / "ranks.pt"
-    states = of_ranks(3)
-    torch.save({"loader": tuple(state.pack() for state in states[::-1])}, path)
-    found = load(path)
-    assert [State.load(one).fits.rank for one in found] == [2, 1, 0]
-    torch.save([state.pack() for state in states[:2]], path)
-    with pytest.raises(CommandError, match=r"holds 2 states; choose one by --key: 0, 1$"):
-        load(path)
+@pytest.mark.parametrize(
+    ("content", "key", "message"),
+    [
+        (SEVERAL, None, r"holds 2 states; choose one by --key: loaders.train, loaders.val.easy$"),
+        (SEVERAL, "loaders", r"holds 2 states; choose one by --key"),
+        (SEVERAL, "loader", r"holds no state at loader; choose one by --key: loaders.train"),
+        (RANKS[:2], None, r"holds 2 states; choose one by --key: 0, 1$"),
+        (
+            {"loader": saved().pack(), "arguments": Unknown()},
+            None,
+            r"only a trusted file may load: \w+\.Unknown\. If you",
+        ),
+        ([], None, r"holds no state of a rayloader\.DataLoader"),
+        ({"format": "other"}, None, r"holds no state of a rayloader\.DataLoader"),
+        (3, None, r"holds no state of a rayloader\.DataLoader"),
+    ],
+)
+def test_a_file_without_one_state_or_with_more_than_data_is_refused(tmp_path, content, key, message):
+    torch.save(content, tmp_path / "file")
+    with pytest.raises(CommandError, match=message):
+        load(tmp_path / "file", key)
 
 
-def test_states_of_another_version_are_left_to_who_reads_them(tmp_path):
-    path = tmp_path / "old.pt"
-    torch.save({"loader": {**saved().pack(), "version": VERSION - 1}}, path)
-    [found] = load(path)
+def test_a_state_that_is_named_the_states_of_all_ranks_and_those_of_another_version_are_found(tmp_path):
+    itself = {"loader": {**saved().pack(), "version": VERSION - 1}}
+    itself["all"] = [itself]
+    for name, content in ("several", SEVERAL), ("ranks", {"loader": tuple(RANKS[::-1])}), ("old", itself):
+        torch.save(content, tmp_path / name)
+    assert is_same(*load(tmp_path / "several", "loaders.train"), saved(1))
+    assert is_same(*load(tmp_path / "several", "loaders.val"), saved(2))
+    assert [State.load(one).fits.rank for one in load(tmp_path / "ranks")] == [2, 1, 0]
+    [found] = load(tmp_path / "old")
     assert found["version"] == VERSION - 1
-
-
-def test_a_checkpoint_that_holds_itself_is_searched_once(tmp_path):
-    path = tmp_path / "cycle.pt"
-    content = {"loader": saved().pack()}
-    content["all"] = [content]
-    torch.save(content, path)
-    [found] = load(path)
-    assert found["format"] == "rayloader"
-
-
-def test_nothing_in_a_file_is_run(tmp_path):
-    path = tmp_path / "unsafe.pt"
-    torch.save({"loader": saved().pack(), "arguments": Unknown()}, path)
-    with pytest.raises(CommandError, match=r"classes that only a trusted file may load: \w+\.Unknown\. If you trust"):
-        load(path)
 
 
 OLD = io.BytesIO()
@@ -104,13 +95,6 @@ def test_other_files_and_the_format_of_before_torch_1_6_are_refused(tmp_path, co
         load(tmp_path / "nothing")
     with pytest.raises(CommandError, match="can't be read: Is a directory; name a file"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("content", [[], {"format": "other"}, 3])
-def test_a_file_without_a_state_is_refused(tmp_path, content):
-    torch.save(content, tmp_path / "file")
-    with pytest.raises(CommandError, match=r"holds no state of a rayloader\.DataLoader"):
-        load(tmp_path / "file")
 
 
 # ---- names

@@ -26,6 +26,7 @@ def test_each_worker_has_a_lane_and_the_trainer_one():
     trace = Trace()
     trace.built(1, True, 0, "[5, 6]", Spent(0, 1.0, 0.5, 0.1, 0.2, 0.3))
     trace.built(2, True, 1, "", Spent(1, 2.0, 0.5, 0.1, 0.0, 0.0))
+    trace.built(1, True, 2, "", Spent(0, 1.5, 0.0, 0.1, 0.0, 0.0))  # a worker does one thing at a time
     trace.trainer("wait", 0, 1.0, 1.6)
     events = list(trace.events("title"))
     assert names(events) == {0: "trainer", 1: "worker 0", 2: "worker 1"}
@@ -33,16 +34,16 @@ def test_each_worker_has_a_lane_and_the_trainer_one():
     assert slices(events, 1) == [
         ("fetch", 1_000_000, 100_000),
         ("collate", 1_100_000, 200_000),
-        ("transfer", 1_300_000, 300_000),
+        ("transfer", 1_300_000, 200_000),
+        ("fetch", 1_500_000, 100_000),
+        ("collate", 1_600_000, 0),
+        ("transfer", 1_600_000, 0),
     ]
-    assert [e["args"] for e in events if e["name"] == "fetch"] == [{"batch": 0, "indices": "[5, 6]"}, {"batch": 1}]
-
-
-def test_slices_of_one_worker_do_not_overlap():
-    trace = Trace()
-    trace.built(1, True, 0, "", Spent(0, 1.0, 0.0, 0.1, 0.1, 0.5))
-    trace.built(1, True, 1, "", Spent(0, 1.3, 0.0, 0.1, 0.1, 0.1))
-    assert slices(trace.events(""), 1)[2] == ("transfer", 1_200_000, 100_000)
+    assert [e["args"] for e in events if e["name"] == "fetch"] == [
+        {"batch": 0, "indices": "[5, 6]"},
+        {"batch": 2},
+        {"batch": 1},
+    ]
 
 
 def test_the_clock_of_another_machine_is_converted_by_what_came_fastest(monkeypatch):
