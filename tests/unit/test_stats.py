@@ -347,6 +347,7 @@ FULL = CacheStats(1_281_167, 640_000, 123 * 10**9, 10**12, 12_345_678, 1_281_167
         ({**SLOWER, "slow": 60}, "input-bound", "a larger prefetch_factor may help"),  # too many to be stragglers
         ({**SLOWER, "busy": 0.95}, "input-bound", "about 1 more worker would end it"),
         ({**SLOWER, "build": [0.01, 0.039, 0.01]}, "worker 1 is the bottleneck", "3.9 times as long" + OTHERS),
+        ({**SLOWER, "build": [0.01, 0.039], "busy": 0.25}, "worker 1 is the bottleneck", "3.9 times as long" + OTHERS),
         ({**SLOWER, "build": [0.01, 0.019, 0.01]}, "slow batches are the bottleneck", DYNAMIC),
         ({**SLOWER, "build": [0.01, 0.039, 0.01], "batches": 27}, "slow batches are the bottleneck", DYNAMIC),
         ({**WAITS, "blocked": 0.1}, "input-bound", "the loader's own work in its process (9 ms a batch)"),
