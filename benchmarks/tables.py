@@ -1,6 +1,6 @@
 """Tables in documents that are made of measured results, each between two markers.
 
-tests/unit/test_document_tables.py holds each of them to its results.
+tests/unit/test_docs.py holds each of them to its results.
 """
 
 from __future__ import annotations

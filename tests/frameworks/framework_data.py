@@ -1,9 +1,13 @@
-"""What the tests of several frameworks use."""
+"""Samples and a model that the tests of several frameworks use."""
 
+import contextlib
 import json
+import multiprocessing
+import os
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +43,10 @@ class Quiet(Dataset):
     """What is always the same of `Sums`."""
 
     def __len__(self):
-        return 160
+        return 80
 
     def __getitem__(self, index):
-        return torch.arange(4.0) * index / 160
+        return torch.arange(4.0) * index / 80
 
 
 class Sums(Dataset):
@@ -52,7 +56,7 @@ class Sums(Dataset):
         self.samples = Quiet() if samples is None else samples
 
     def __len__(self):
-        return 160
+        return 80
 
     def __getitem__(self, index):
         inputs = self.samples[index] + torch.rand(4) + random.random() + np.random.rand()
@@ -60,14 +64,16 @@ class Sums(Dataset):
 
 
 class Model(torch.nn.Module):
-    """Gives the loss, as Transformers' models do."""
+    """Notes each batch with its loss, which it gives as Transformers' models do."""
 
     def __init__(self):
         super().__init__()
-        self.linear = torch.nn.Linear(4, 1)
+        self.linear, self.seen = torch.nn.Linear(4, 1), []
 
     def forward(self, inputs, labels):
-        return {"loss": torch.nn.functional.mse_loss(self.linear(inputs).squeeze(1), labels)}
+        loss = torch.nn.functional.mse_loss(self.linear(inputs).squeeze(1), labels)
+        self.seen.append([self.training, inputs.tolist(), loss.item()])
+        return {"loss": loss}
 
 
 def seed(number):
@@ -80,21 +86,28 @@ def seed(number):
 HANG_LIMIT = 500  # seconds for a script; on expiry it is killed and the test fails
 
 
-def written_by(script, folder, *names):
-    """What a script beside this file writes as JSON: in a process without Ray, for torch's workers are its forks."""
-    out = folder / "written.json"
-    subprocess.run([sys.executable, Path(__file__).with_name(script), out, *names], check=True, timeout=HANG_LIMIT)
-    return json.loads(out.read_text())
+def run_script(name, *arguments, launcher=(), **environment):
+    """The lines that a script beside this file prints until it ends as it should."""
+    done = subprocess.run(
+        [sys.executable, *launcher, Path(__file__).with_name(name), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=HANG_LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
 
 
-def recorded(monkeypatch, loader_class):
-    """The classes of the loaders whose iterators are made, as far as they derive from this one."""
-    kinds = []
-    get_iterator = loader_class._get_iterator
+def write_results(run):
+    """What a script does that is given a file and names of cases: it writes to the file what they give, as JSON.
 
-    def noted(loader):
-        kinds.append(type(loader))
-        return get_iterator(loader)
-
-    monkeypatch.setattr(loader_class, "_get_iterator", noted)
-    return kinds
+    What needs a package that is not installed is left out.
+    """
+    multiprocessing.set_start_method("fork")
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in sys.argv[2:]:
+        with contextlib.suppress(ModuleNotFoundError):
+            found[name] = run(name)
+    Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,10 +1,11 @@
-"""One rank of several under Accelerate: batches, losses and resumption, beside torch's loader in the same process.
+"""One rank of two: batches, losses and resumption, beside torch's loader in the same process.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 script_ranks.py
+python -m torch.distributed.run --standalone --nproc-per-node=2 script_ranks.py Accelerate
+python script_ranks.py Lightning    Lightning itself starts the other rank
 """
 
-import copy
 import multiprocessing
+import sys
 import warnings
 
 import pytest
@@ -14,88 +15,77 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 import rayloader
-from framework_data import Augmented, Model, Numbers, Sums, seed
+from framework_data import Augmented, Numbers, seed
+from rayloader.plans import TokenBudget
+from trainings_cases import FRAMEWORKS, LENGTHS, lightning, trained
 
-warnings.filterwarnings("ignore", "This DataLoader will create")
+FRAMEWORKS["Lightning"] = lambda *given: lightning(*given, devices=2, strategy="ddp")
+NAMES = {
+    "Accelerate": [f"{name}, noise, {one}" for name in FRAMEWORKS if name.startswith("Accelerate") for one in "01"],
+    "Lightning": ["Lightning, noise, 0", "Lightning, noise, 1"],
+}
 
 
-def prepared(dataset, *, size=3, workers=1, **configuration):
+def prepared(dataset, loader_class=DataLoader, workers=1, configuration=None, **options):
     seed(1)
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
-    shuffle = None if isinstance(dataset, Numbers) else True
-    return accelerator, accelerator.prepare(DataLoader(dataset, size, shuffle=shuffle, num_workers=workers))
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration or {}))
+    return accelerator.prepare(loader_class(dataset, num_workers=workers, **options))
 
 
-def epoch(loader):
+def read(loader):
     return [batch.tolist() for batch in loader]
 
 
-def losses():
-    accelerator, loader = prepared(Sums(), size=8)
-    model = Model()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for batch in loader:
-        loss = model(**batch)["loss"]
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.item()
-
-
-def of_all_kinds():
-    found = {"losses": list(losses())}
-    for name, configuration in {
-        "even": {},
-        "uneven": {"even_batches": False},
-        "torch's sampler": {"use_seedable_sampler": False},
-        "split": {"split_batches": True, "size": 4},
-        "dispatched": {"dispatch_batches": True},
-    }.items():
-        for workers in (0, 1):
-            accelerator, loader = prepared(Augmented(), workers=workers, **configuration)
-            found[name, workers] = epoch(loader), epoch(accelerator.skip_first_batches(loader, 1)), epoch(loader)
-    for name, configuration in {"stream": {"dispatch_batches": False}, "dispatched stream": {}}.items():
-        accelerator, loader = prepared(Numbers(24), **configuration)
-        found[name] = epoch(loader), epoch(accelerator.skip_first_batches(loader, 1))
-    return found
-
-
-def compare():
-    expected = of_all_kinds()
-    assert len(expected["losses"]) == 10
-    with rayloader.patch(ray_remote_args={"num_cpus": 0}):
-        found = of_all_kinds()
-        assert type(prepared(Augmented())[1].base_dataloader) is rayloader.DataLoader
-    for kind, batches in expected.items():
-        assert found[kind] == batches, (kind, found[kind], batches)
+def resume_in_accelerate():
+    """Streams, uneven parts, a plan of which each rank has a part, and states."""
+    for data, how in [
+        (Numbers(24), {"dispatch_batches": False}),
+        (Numbers(24), {}),
+        (Augmented(), {"even_batches": False}),
+    ]:
+        options = {"batch_size": 3, "configuration": how}
+        expected = read(prepared(data, **options))
+        with rayloader.patch(ray_remote_args={"num_cpus": 0}):
+            assert read(prepared(data, **options)) == expected, how
 
     with rayloader.patch(ray_remote_args={"num_cpus": 0}):
-        for configuration in ({}, {"even_batches": False}, {"use_seedable_sampler": False}, {"dispatch_batches": True}):
-            accelerator, loader = prepared(Augmented(24), **configuration)
-            states, batches = [], []
-            for batch in loader:
-                batches.append(batch.tolist())
-                states.append(copy.deepcopy(loader.state_dict()))
-            following = epoch(loader)
-            assert len(states) == 4
+        plan = TokenBudget(LENGTHS, 60, seed=1, num_replicas=2)
+        part = read(prepared(range(80), rayloader.DataLoader, 0, {"even_batches": False}, batch_sampler=plan))
+        parts = [None, None]
+        torch.distributed.all_gather_object(parts, part)
+        assert len(parts[0]) == len(parts[1])
+        assert sorted(number for batches in parts for batch in batches for number in batch) == [*range(80)]
+
+        for how in ({}, {"even_batches": False}, {"use_seedable_sampler": False}, {"dispatch_batches": True}):
+            options = {"batch_size": 3, "shuffle": True, "configuration": how}
+            loader = prepared(Augmented(24), **options)
+            told = [(batch.tolist(), loader.state_dict().copy()) for batch in loader]
+            following = read(loader)
+            assert len(told) == 4
             for taken in (1, 3, 4):
-                _, loader = prepared(Augmented(24), **configuration)
-                if taken < 4 and "dispatch_batches" in configuration and accelerator.is_main_process:
-                    with pytest.raises(rayloader.StateError, match="one process fetches the batches of all"):
-                        loader.load_state_dict(states[taken - 1])
+                loader = prepared(Augmented(24), **options)
+                if taken < 4 and "dispatch_batches" in how:
+                    if Accelerator().is_main_process:
+                        with pytest.raises(rayloader.StateError, match="one process fetches the batches of all"):
+                            loader.load_state_dict(told[taken - 1][1])
                     continue
-                loader.load_state_dict(states[taken - 1])
+                loader.load_state_dict(told[taken - 1][1])
                 loader.iteration = taken // 4
-                if "dispatch_batches" not in configuration or taken == 4:
-                    assert epoch(loader) == (batches[taken:] if taken < 4 else following), (configuration, taken)
-
-    torch.distributed.destroy_process_group()
-    rayloader.shutdown()
-    print("the end")
+                assert read(loader) == ([batch for batch, _ in told[taken:]] or following), (how, taken)
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
     # For torch's workers: a child of this process can deadlock at its fork, by the threads of gloo.
     multiprocessing.set_forkserver_preload(["torch", "framework_data"])
     multiprocessing.set_start_method("forkserver")
-    compare()
+    for name in NAMES[sys.argv[1]]:
+        expected = trained(name)
+        with rayloader.patch(ray_remote_args={"num_cpus": 0}):
+            assert trained(name) == expected, name
+    if sys.argv[1] == "Accelerate":
+        resume_in_accelerate()
+    print("the end\n", end="", flush=True)  # in one piece
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    rayloader.shutdown()

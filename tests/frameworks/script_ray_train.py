@@ -3,6 +3,7 @@
 python script_ray_train.py FOLDER restarted   they fail in mid-epoch, and go on from their checkpoint
 python script_ray_train.py FOLDER unprepared  without prepare_data_loader; the workers ask for CPUs, as by default
 python script_ray_train.py FOLDER patched     torch's loaders under a patch, which prepare_data_loader makes anew
+python script_ray_train.py FOLDER tuned       trials of Ray Tune, which hold all CPUs, with default arguments
 
 FOLDER is for what is written meanwhile.
 """
@@ -14,24 +15,26 @@ from pathlib import Path
 
 import ray.train.torch
 import torch
+from ray import tune
 from torch.utils.data import DataLoader, DistributedSampler
 
 import rayloader
 
 
-def restarted(folder):
-    """Of each trainer: nine batches, a checkpoint, a failure, and the rest of two epochs."""
-    context = ray.train.get_context()
-    rank = context.get_world_rank()
-    loader = rayloader.DataLoader(
-        range(48),
-        batch_size=4,
-        shuffle=True,
-        num_workers=1,
-        num_replicas=context.get_world_size(),
-        rank=rank,
-        ray_remote_args={"num_cpus": 0},
-    )
+def epochs(loader, tell, first=0):
+    """The batches of the epochs from this one on, and the numbers of theirs."""
+    for epoch in range(first, 2):
+        tell(epoch)
+        yield from ((epoch, batch.tolist()) for batch in loader)
+
+
+def ours(rank, **options):
+    return rayloader.DataLoader(range(48), 4, shuffle=True, num_replicas=2, rank=rank, **options)
+
+
+def restarted(rank):
+    """Nine batches, a checkpoint, a failure, and the rest."""
+    loader = ours(rank, num_workers=1, ray_remote_args={"num_cpus": 0})
     prepared = ray.train.torch.prepare_data_loader(loader)
     first, batches = 0, []
     if (checkpoint := ray.train.get_checkpoint()) is not None:
@@ -39,77 +42,70 @@ def restarted(folder):
             states = [torch.load(path) for path in sorted(Path(saved).iterdir())]
         loader.load_state_dict([state["loader"] for state in states])
         first, batches = states[rank]["epoch"], states[rank]["batches"]
-    for epoch in range(first, 2):
-        loader.set_epoch(epoch)
-        for batch in prepared:
-            batches.append(batch.tolist())
-            if len(batches) == 9 and checkpoint is None:
-                with tempfile.TemporaryDirectory() as saved:
-                    state = {"epoch": epoch, "batches": batches, "loader": loader.state_dict()}
-                    torch.save(state, Path(saved, f"{rank}.pt"))
-                    ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(saved))
-            if len(batches) == 11 and checkpoint is None:
-                raise RuntimeError("lost")
-    Path(folder, f"{rank}.json").write_text(json.dumps([checkpoint is not None, batches]))
+    for epoch, batch in epochs(prepared, loader.set_epoch, first):
+        batches.append(batch)
+        if len(batches) == 9 and checkpoint is None:
+            with tempfile.TemporaryDirectory() as saved:
+                state = {"epoch": epoch, "batches": batches, "loader": loader.state_dict()}
+                torch.save(state, Path(saved, f"{rank}.pt"))
+                ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(saved))
+        if len(batches) == 11 and checkpoint is None:
+            raise RuntimeError("lost")
+    return [checkpoint is not None, batches]
 
 
-def unprepared(folder):
-    context = ray.train.get_context()
-    rank, ranks = context.get_world_rank(), context.get_world_size()
-    loader = rayloader.DataLoader(range(48), 4, shuffle=True, num_workers=1, num_replicas=ranks, rank=rank)
-    batches = []
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        batches += [batch.tolist() for batch in loader]
-    Path(folder, f"{rank}.json").write_text(json.dumps([False, batches]))
+def unprepared(rank):
+    loader = ours(rank, num_workers=1)
+    return [True, [batch for _, batch in epochs(loader, loader.set_epoch)]]
 
 
-def patched(folder):
+def patched(rank):
     with rayloader.patch(ray_remote_args={"num_cpus": 0}):
         loader = ray.train.torch.prepare_data_loader(DataLoader(range(48), 4, shuffle=True, num_workers=1))
-    batches = []
-    for epoch in range(2):
-        loader.sampler.set_epoch(epoch)
-        batches += [batch.tolist() for batch in loader]
+    batches = [batch for _, batch in epochs(loader, loader.sampler.set_epoch)]
+    return ["rayloader.epoch.iterator" in sys.modules, batches]
+
+
+def train(name, folder):
+    """What each trainer runs."""
     rank = ray.train.get_context().get_world_rank()
-    is_ours = "rayloader.epoch.iterator" in sys.modules
-    Path(folder, f"{rank}.json").write_text(json.dumps([is_ours, batches]))
+    Path(folder, f"{rank}.json").write_text(json.dumps(CASES[name](rank)))
 
 
-def of_torch(rank):
-    """The batches of a trainer with torch's loader and sampler."""
-    sampler = DistributedSampler(range(48), 2, rank)
-    loader = DataLoader(range(48), 4, sampler=sampler)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        yield from (batch.tolist() for batch in loader)
+def trial(config):
+    loader = rayloader.DataLoader(range(100), config["batch_size"], shuffle=True, num_workers=1)
+    assert sorted(sample for batch in loader for sample in batch.tolist()) == [*range(100)]
+    tune.report({"batches": len(loader)})
 
 
-def of_ours(rank):
-    """The batches of a trainer without interruption."""
-    loader = rayloader.DataLoader(range(48), batch_size=4, shuffle=True, num_replicas=2, rank=rank)
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        yield from (batch.tolist() for batch in loader)
+CASES = {"restarted": restarted, "unprepared": unprepared, "patched": patched}
 
 
-CASES = {
-    "restarted": (restarted, True, of_ours),
-    "unprepared": (unprepared, False, of_ours),
-    "patched": (patched, True, of_torch),
-}
-
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    train, flag, expected = CASES[sys.argv[2]]
+def check_trainers(name, folder):
     ray.train.torch.TorchTrainer(
-        lambda: train(folder),
+        lambda: train(name, folder),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
             storage_path=str(folder / "runs"), failure_config=ray.train.FailureConfig(max_failures=1)
         ),
     ).fit()
     for rank in (0, 1):
-        assert json.loads((folder / f"{rank}.json").read_text()) == [flag, list(expected(rank))]
+        sampler = DistributedSampler(range(48), 2, rank)
+        torchs = epochs(DataLoader(range(48), 4, sampler=sampler), sampler.set_epoch)
+        whole = epochs(loader := ours(rank), loader.set_epoch)
+        expected = [batch for _, batch in (torchs if name == "patched" else whole)]
+        assert json.loads((folder / f"{rank}.json").read_text()) == [True, expected]
+
+
+def check_trials(folder):
+    ray.init(num_cpus=2, include_dashboard=False)
+    settings = {"run_config": tune.RunConfig(storage_path=str(folder))}
+    results = tune.Tuner(trial, param_space={"batch_size": tune.grid_search([10, 20])}, **settings).fit()
+    assert not results.errors, results.errors
+    assert sorted(results.get_dataframe()["batches"]) == [5, 10]
+
+
+if __name__ == "__main__":
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    check_trials(folder) if name == "tuned" else check_trainers(name, folder)
     print("the end")

@@ -85,16 +85,15 @@ def test_a_uri_is_read_and_an_epoch_continued(uri, workers):
     assert numbers(resumed) == rest
 
 
-def test_a_filesystem_that_was_used_needs_actors(uri):
+def test_a_filesystem_that_was_used_needs_actors_and_a_file_that_is_not_there_comes_with_the_first_batch(uri):
     filesystem, path = fs.FileSystem.from_uri(uri.format("bucket/data"))
     stream = ParquetStream(path, filesystem=filesystem)
     batches = numbers(DataLoader(stream, 16, num_workers=2, workers="ray"))
     assert sorted(itertools.chain(*batches)) == list(range(ROWS))
-    with pytest.raises(rayloader.RayloaderError, match='does not survive a fork; use workers="ray"'):
-        next(iter(DataLoader(stream, 16, num_workers=2, workers="fork")))
-
-
-def test_a_file_that_is_not_there_comes_with_the_first_batch(uri):
-    stream = ParquetStream(uri.format("bucket/lost"))
-    with pytest.raises(FileNotFoundError, match=r"there is no file or folder for a ParquetStream at .*bucket/lost"):
-        next(iter(DataLoader(stream, 16, num_workers=1, workers="fork")))
+    lost = ParquetStream(uri.format("bucket/lost"))
+    for one, error, text in [
+        (stream, rayloader.RayloaderError, 'does not survive a fork; use workers="ray"'),
+        (lost, FileNotFoundError, r"there is no file or folder for a ParquetStream at .*bucket/lost"),
+    ]:
+        with pytest.raises(error, match=text):
+            next(iter(DataLoader(one, 16, num_workers=2, workers="fork")))

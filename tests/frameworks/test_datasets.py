@@ -1,147 +1,144 @@
-"""Hugging Face's `datasets`: rows and streams give torch's batches, and a stream's own state leads to the rest."""
+"""Streams of Hugging Face's `datasets`: their own states lead to the rest, and each epoch is whole after any one.
+
+That rows and streams give torch's batches is in `test_trainings.py`.
+"""
 
 import itertools
-from pathlib import Path
 
+import datasets
 import pytest
+from torch.utils.data import IterableDataset
 
 import rayloader
-from datasets_cases import CASES, SETTINGS, epoch, make, plain, two_epochs
-from framework_data import seed, written_by
+from framework_data import seed
 from inside import kill_worker
 
 full = pytest.mark.full
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("default")]
-
-SAMPLE = {"rows, 2p", "stream, 0"}  # workers import a large package; the collator's is there for `make test-full` only
-NAMES = [f"{case}, {setting}" for case, setting in itertools.product(CASES, SETTINGS)]
-
-
-@pytest.fixture(scope="module")
-def theirs(request, tmp_path_factory):
-    """What torch's loader gives for the cases of this run, made in a process without Ray: its workers are forks."""
-    own = [item for item in request.session.items if item.path == Path(__file__) and "theirs" in item.fixturenames]
-    names = {item.callspec.params["name"] for item in own}
-    return written_by("datasets_cases.py", tmp_path_factory.mktemp("datasets"), *sorted(names))
+SETTINGS = {"0": {"num_workers": 0}, "2": {"num_workers": 2}, "2p": {"num_workers": 2, "persistent_workers": True}}
+settings = pytest.mark.parametrize("setting", ["0", *(pytest.param(name, marks=full) for name in ("2", "2p"))])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SAMPLE else full) for name in NAMES])
-def test_batches_are_torchs_in_two_epochs(name, theirs):
-    assert two_epochs(rayloader.DataLoader, name) == theirs[name]
+def stream():
+    return datasets.Dataset.from_dict({"number": list(range(26))}).to_iterable_dataset(num_shards=4)
 
 
-@pytest.mark.parametrize("setting", ["0", pytest.param("2", marks=full)])
-def test_the_states_of_a_stream_lead_to_the_rest(setting):
-    """In either epoch, and between two. Not with a shuffled stream: see the page on datasets."""
-    loader = make(rayloader.DataLoader, "stream", setting)
-    states, epochs = [], []
+class Holds(IterableDataset):
+    """The user's own, which holds two streams, and passes its state on to them at once, or when it is iterated."""
+
+    def __init__(self, late=False):
+        self.streams, self.late, self.state = {"first": stream(), "second": stream()}, late, None
+
+    def __iter__(self):
+        self.pass_on()
+        yield from itertools.chain(*self.streams.values())
+
+    def state_dict(self):
+        return {name: inner.state_dict() for name, inner in self.streams.items()}
+
+    def load_state_dict(self, state):
+        self.state = state
+        if not self.late:
+            self.pass_on()
+
+    def pass_on(self):
+        for name, inner in self.streams.items() if self.state is not None else ():
+            inner.load_state_dict(self.state[name])
+        self.state = None
+
+
+CASES = {
+    "stream": stream,
+    "held": Holds,
+    "held, passed on late": lambda: Holds(late=True),
+    # Drawn at random from two; each worker reads some shards of both, and draws other numbers than its neighbour.
+    "interleaved": lambda: datasets.interleave_datasets([stream(), stream()], probabilities=[0.5, 0.5], seed=7),
+    "joined": lambda: datasets.concatenate_datasets([stream(), stream()]),
+}
+SAMPLE = ("stream", "held")
+cases = pytest.mark.parametrize("case", [pytest.param(one, marks=[full] * (one not in SAMPLE)) for one in CASES])
+
+
+def make(case, setting):
+    """The loader, from the same seed each time."""
+    seed(1)
+    return rayloader.DataLoader(CASES[case](), 3, **SETTINGS[setting])
+
+
+def plain(batches):
+    return [batch["number"].tolist() for batch in batches]
+
+
+@cases
+@settings
+@pytest.mark.parametrize("is_told", [True, False])
+def test_states_lead_to_the_rest_of_an_epoch_and_to_whole_ones_after_it(case, setting, is_told):
+    """Also where no epoch is told: the dataset begins at the position that was loaded until the epoch is another."""
+
+    def epoch(loader, number):
+        if is_told and hasattr(loader.dataset, "set_epoch"):
+            loader.dataset.set_epoch(number)
+        return loader
+
+    loader = make(case, setting)
+    states, batches = [], []
     for number in range(2):
-        loader.dataset.set_epoch(number)
-        taken = [(plain(batch), loader.state_dict()) for batch in loader]
-        epochs.append([batch for batch, _ in taken])
-        states.append([state for _, state in taken] + [loader.state_dict()])
-    for number, count in ((0, 2), (1, 1), (1, 4), (1, len(epochs[1]))):
-        again = make(rayloader.DataLoader, "stream", setting)
-        again.load_state_dict(states[number][count - 1])
-        assert epoch(again, number) == epochs[number][count:], (number, count)
-        if number == 0:
-            assert epoch(again, 1) == epochs[1]
-    again = make(rayloader.DataLoader, "stream", setting)
-    again.load_state_dict(states[0][-1])
-    assert epoch(again, 1) == epochs[1]
-
-
-@pytest.mark.parametrize("setting", ["0", *(pytest.param(name, marks=full) for name in ("2", "2p"))])
-@pytest.mark.parametrize(
-    "case",
-    ["stream", "held", *(pytest.param(name, marks=full) for name in ("interleaved", "joined"))],
-)
-def test_epochs_after_a_resumed_one_are_whole_though_no_epoch_is_told(case, setting):
-    """The dataset begins at the position that was loaded into it until the epoch is another."""
-    loader = make(rayloader.DataLoader, case, setting)
-    states = []
-    for _ in range(2):
-        iterator = iter(loader)
+        iterator = iter(epoch(loader, number))
         states.append(loader.state_dict())
-        batches = []
+        batches.append([])
         for batch in iterator:
-            batches.append(plain(batch))
+            batches[-1] += plain([batch])
             states.append(loader.state_dict())
-    for place in (0, 2, len(batches), len(batches) + 1, len(batches) + 3):
-        again = make(rayloader.DataLoader, case, setting)
+    length = len(batches[0])
+    for place in (0, 2, length, length + 1, length + 3):
+        again = make(case, setting)
         again.load_state_dict(states[place])
-        taken = place % (len(batches) + 1)
-        assert [plain(batch) for batch in again] == batches[taken:], place
-        assert [plain(batch) for batch in again] == batches, place
+        number, taken = divmod(place, length + 1)
+        assert plain(epoch(again, number)) == batches[number][taken:], place
+        assert plain(epoch(again, 1)) == batches[1], place
 
 
 @pytest.mark.parametrize("setting", ["0", pytest.param("2p", marks=full)])
 def test_a_position_that_the_program_has_loaded_counts_in_each_epoch(setting):
-    stream = make(rayloader.DataLoader, "stream", "0").dataset
-    iterator = iter(stream)
-    next(iterator)
-    position = stream.state_dict()
-    state, found = None, []
-    for resumed in (False, True):
-        loader = make(rayloader.DataLoader, "stream", setting)
+    position = stream()
+    next(iter(position))
+    position = position.state_dict()
+
+    def loaded():
+        loader = make("stream", setting)
         loader.dataset.load_state_dict(position)
-        if resumed:
-            loader.load_state_dict(state)
-        iterator = iter(loader)
-        first = [] if resumed else [plain(next(iterator))]
-        state = loader.state_dict() if state is None else state
-        found.append(first + [plain(batch) for batch in iterator])
-        found.append([plain(batch) for batch in loader])
-    whole, second, rest, after = found
-    assert second == after == whole
-    assert rest == whole[1:]
-    assert whole != [plain(batch) for batch in make(rayloader.DataLoader, "stream", setting)]
+        return loader
 
-
-@pytest.mark.parametrize("setting", ["0", pytest.param("2p", marks=full)])
-def test_the_epoch_after_a_resumed_one_is_whole_if_the_state_is_passed_on_late(setting):
-    loader = make(rayloader.DataLoader, "held, passed on late", setting)
+    loader = loaded()
     iterator = iter(loader)
-    batches = [plain(next(iterator)) for _ in range(4)]
-    state = loader.state_dict()
-    batches += [plain(batch) for batch in iterator]
-    again = make(rayloader.DataLoader, "held, passed on late", setting)
-    again.load_state_dict(state)
-    assert [plain(batch) for batch in again] == batches[4:]
-    assert [plain(batch) for batch in again] == batches
+    first, state = plain([next(iterator)]), loader.state_dict()
+    whole = first + plain(iterator)
+    assert whole == plain(loader) != plain(make("stream", setting))
+    resumed = loaded()
+    resumed.load_state_dict(state)
+    assert (plain(resumed), plain(resumed)) == (whole[1:], whole)
+
+
+@cases
+def test_epochs_in_which_workers_are_killed_are_whole_though_no_epoch_is_told(case):
+    expected = plain(make(case, "2p"))
+    loader = make(case, "2p")
+    for number in range(4):
+        iterator = iter(loader)
+        found = plain(next(iterator) for _ in range(3))
+        if number % 3 == 0:  # the ones in between are whole too
+            kill_worker(iterator, number % 2)
+        assert found + plain(iterator) == expected, number
 
 
 @full
 def test_the_position_at_which_the_program_has_left_a_dataset_is_not_that_of_its_workers():
-    """It has looked at the first samples, or a loader without workers has gone on in the middle of an epoch."""
-    whole = [plain(batch) for batch in make(rayloader.DataLoader, "stream", "2")]
-    looked_at = make(rayloader.DataLoader, "stream", "2")
-    next(iter(looked_at.dataset))
-    iterator = iter(looked_at)
-    state = looked_at.state_dict()
-    assert [plain(batch) for batch in iterator] == whole
-    looked_at.load_state_dict(state)
-    assert [plain(batch) for batch in looked_at] == whole
-    before = make(rayloader.DataLoader, "stream", "0")
-    next(iter(before))
-    after = make(rayloader.DataLoader, "stream", "0")
-    after.load_state_dict(before.state_dict())
-    list(after)
-    seed(1)
-    again = rayloader.DataLoader(after.dataset, batch_size=3, num_workers=2)
-    assert [plain(batch) for batch in again] == whole
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["held", *(pytest.param(name, marks=full) for name in ("held, passed on late", "stream", "interleaved", "joined"))],
-)
-def test_epochs_in_which_workers_are_killed_are_whole_though_no_epoch_is_told(case):
-    expected = [plain(batch) for batch in make(rayloader.DataLoader, case, "2p")]
-    loader = make(rayloader.DataLoader, case, "2p")
-    for number in range(4):
-        iterator = iter(loader)
-        found = [plain(next(iterator)) for _ in range(3)]
-        if number % 3 == 0:  # the ones in between are whole too
-            kill_worker(iterator, number % 2)
-        assert found + [plain(batch) for batch in iterator] == expected, number
+    """It has looked at the first samples."""
+    whole = plain(make("stream", "2"))
+    loader = make("stream", "2")
+    next(iter(loader.dataset))
+    iterator = iter(loader)
+    state = loader.state_dict()
+    assert plain(iterator) == whole
+    loader.load_state_dict(state)
+    assert plain(loader) == whole

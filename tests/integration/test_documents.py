@@ -80,7 +80,3 @@ def test_the_imports_of_a_block_that_is_not_run_resolve(block: Block) -> None:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 importlib.import_module(alias.name)
-
-
-def test_every_way_to_run_a_block_is_used() -> None:
-    assert {block.command for block in BLOCKS} == {"", None, *COMMANDS}

@@ -1,4 +1,4 @@
-"""What the documents name exists: links, files, functions, make targets.
+"""What the documents name exists: links, files, functions, make targets; their tables and programs are those of today.
 
 Checked are README.md, CHANGELOG.md, CONTRIBUTING.md and docs/**/*.md:
 
@@ -7,190 +7,144 @@ Checked are README.md, CHANGELOG.md, CONTRIBUTING.md and docs/**/*.md:
 - back-ticked names are defined: `epoch.py:EpochIterator.close`, `rayloader.DataLoader`, `pool.Pool`,
   `EpochIterator.close` where rayloader defines the class;
 - `make x` is a target, in fenced blocks too;
-- fenced python blocks parse, and pass mypy; tests/integration/test_documents.py runs them.
+- fenced python blocks pass mypy, and so they parse; tests/integration/test_documents.py runs them;
+- tables are what the results in benchmarks/results give.
 
 Other words in back-ticks (arguments, torch's and Ray's names) are free.
 """
 
-import ast
+import importlib
+import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+import rayloader
 from documents import BLOCKS, DOCUMENTS, FENCE, ROOT
 
-SOURCE_FOLDERS = ("rayloader", "tests", "examples", "benchmarks")
-FOLDERS = (*SOURCE_FOLDERS, "docs", ".ci")
+FOLDERS = ("rayloader", "tests", "examples", "benchmarks", "docs", ".ci")
+SOURCES = sorted(path for name in (*FOLDERS[:4], "docs") for path in (ROOT / name).rglob("*.py"))
+TARGETS = set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 
 
-# --- what the sources define
+@cache
+def modules() -> list[str]:
+    """Those of the library."""
+    found = [one.name for one in pkgutil.walk_packages(rayloader.__path__, "rayloader.")]
+    return [name for name in found if not name.endswith("__main__")]
 
 
 @cache
-def source_files() -> dict[str, Path]:
-    """All Python sources by path from the root."""
-    files = [*ROOT.glob("*.py"), *(path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py"))]
-    return {path.relative_to(ROOT).as_posix(): path for path in files}
+def classes() -> dict[str, type]:
+    """The classes of the library by their names."""
+    found = [one for name in modules() for one in vars(importlib.import_module(name)).values()]
+    return {one.__name__: one for one in found if isinstance(one, type) and one.__module__.startswith("rayloader")}
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def targets_of(node: ast.AST) -> Iterator[str]:
-    """Names that one statement binds; for `self.x = ...` it is `x`."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            for part in ast.walk(target):
-                if isinstance(part, ast.Name):
-                    yield part.id
-                elif isinstance(part, ast.Attribute):
-                    yield part.attr
-
-
-def find_class(name: str) -> ast.ClassDef | None:
-    """A class that rayloader defines at top level."""
-    for key, path in source_files().items():
-        for node in tree(path).body if key.startswith("rayloader/") else []:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                return node
-    return None
-
-
-def has_attribute(owner: ast.ClassDef, name: str) -> bool:
-    """Whether a class, or a base of it in rayloader, binds the name.
-
-    What is public and not found may come from a base outside of rayloader.
-    """
-    if any(name in targets_of(node) for node in ast.walk(owner)):
-        return True
-    bases = [re.sub(r"\[.*", "", ast.unparse(base)) for base in owner.bases]
-    found = [find_class(base) for base in bases if base not in ("Generic", "Protocol")]
-    if any(base and has_attribute(base, name) for base in found):
-        return True
-    return None in found and not name.startswith("_")
-
-
-def defines(path: Path, dotted: str) -> bool:
-    """Whether a source file defines, or imports from rayloader, a dotted name such as `Class.method`."""
-    first, *rest = dotted.split(".")
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == first:
-                    owner = find_class(alias.name)
-                    return not rest or owner is None or has_attribute(owner, rest[0])
-        elif first in targets_of(node):
-            return not rest or not isinstance(node, ast.ClassDef) or has_attribute(node, rest[0])
-    return False
+def has(owner: type, name: str) -> bool:
+    """Whether a class, or one that it derives from, has the name, or gives it to its objects."""
+    sources = [inspect.getsource(base) for base in owner.__mro__ if base.__module__.startswith(("rayloader", "torch"))]
+    return hasattr(owner, name) or any(re.search(rf"(self\.|^    |\"){name}\b", text, re.M) for text in sources)
 
 
 def resolves(dotted: str) -> bool:
-    """Whether `rayloader.a.b.Name` is a module, or a name in one."""
-    parts = dotted.split(".")
-    for cut in range(len(parts), 0, -1):
-        stem = "/".join(parts[:cut])
-        for path in (ROOT / f"{stem}.py", ROOT / stem / "__init__.py"):
-            if path.exists():
-                return cut == len(parts) or defines(path, ".".join(parts[cut:]))
-    return False
+    """Whether `rayloader.a.b.Name` is a module, a name in one, or an attribute of a class there."""
+    owner, _, name = dotted.rpartition(".")
+    try:
+        found = pkgutil.resolve_name(owner) if owner else None
+        return has(found, name) if isinstance(found, type) else bool(pkgutil.resolve_name(dotted))
+    except (ImportError, AttributeError):
+        return False
 
 
-def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z][\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
-
-
-# --- what the documents say
-
-
-def outside_fences(text: str) -> str:
-    return FENCE.sub("", text)
+def defines(path: Path, dotted: str) -> bool:
+    """Whether a source file defines a dotted name such as `Class.method`."""
+    inside = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    if inside in modules():
+        return resolves(f"{inside}.{dotted}")
+    return all(re.search(rf"(def|class) {one}\b|^{one}\b.* = ", path.read_text(), re.M) for one in dotted.split("."))
 
 
 def anchors(text: str) -> set[str]:
     """Anchors that headings get: lower case, punctuation dropped, blanks to hyphens."""
-    headings = re.findall(r"^#{1,6} +(.+?) *#*$", outside_fences(text), re.MULTILINE)
+    headings = re.findall(r"^#{1,6} +(.+?) *#*$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def link_problem(target: str, document: Path, text: str) -> str | None:
+def leads_somewhere(target: str, document: Path, text: str) -> bool:
     if re.match(r"[a-z]+:", target):
-        return None
+        return True
     name, _, anchor = target.partition("#")
-    path = document.parent / name if name else document
-    if name and not path.exists():
-        return f"link to {target}: no such file"
-    if anchor and anchor not in anchors(path.read_text() if name else text):
-        return f"link to {target}: no such heading"
-    return None
+    path = document.parent / name
+    return path.exists() and (not anchor or anchor in anchors(path.read_text() if name else text))
 
 
-def span_problem(span: str) -> str | None:
-    """What is wrong with one back-ticked piece of text, or None."""
+def is_there(span: str) -> bool:
+    """Whether one back-ticked piece of text names what exists, if it names anything."""
     span = span.removesuffix("()")
     if match := re.fullmatch(r"make ([a-z][\w-]*)", span):
-        return None if match[1] in make_targets() else f"{span}: no such target in the Makefile"
-
+        return match[1] in TARGETS
     if match := re.fullmatch(rf"([\w./-]+\.py):({DOTTED})", span):
-        files = [path for key, path in source_files().items() if f"/{key}".endswith(f"/{match[1]}")]
-        return None if any(defines(path, match[2]) for path in files) else f"{span}: not defined there"
+        return any(defines(path, match[2]) for path in SOURCES if f"{path}".endswith(f"/{match[1]}"))
     if re.fullmatch(r"\w+\.py", span):
-        known = {path.name for path in source_files().values()}
-        return None if span in known else f"{span}: no such file"
+        return (ROOT / span).exists() or any(path.name == span for path in SOURCES)
     if re.fullmatch(r"[\w.*/-]+", span) and span.split("/")[0] in FOLDERS and "/" in span:
-        return None if any(ROOT.glob(span.rstrip("/"))) else f"{span}: no such file"
-
-    if not re.fullmatch(DOTTED, span):
-        return None
-    first, *rest = span.split(".")
+        return any(ROOT.glob(span.rstrip("/")))
+    first, *rest = span.split(".") if re.fullmatch(DOTTED, span) else [""]
     if first == "rayloader":
-        return None if resolves(span) else f"{span}: not defined"
-    if rest and rest[0][0].isupper():
-        modules = list((ROOT / "rayloader").rglob(f"{first}.py"))
-        if modules and not any(defines(path, ".".join(rest)) for path in modules):
-            return f"{span}: not defined there"
-    if rest and (owner := find_class(first)) and not has_attribute(owner, rest[0]):
-        return f"{span}: {first} has no such attribute"
-    return None
+        return resolves(span)
+    if rest and first in classes():
+        return has(classes()[first], rest[0])
+    files = [path for path in SOURCES if path.name == f"{first}.py" and ROOT / "rayloader" in path.parents]
+    return not (rest and rest[0][0].isupper() and files) or any(defines(path, ".".join(rest)) for path in files)
 
 
-def problems(text: str, document: Path) -> list[str]:
+def problems(text: str, document: Path) -> Iterator[str]:
     """All that a document names and that does not exist."""
-    found = []
-    for _, language, code in FENCE.findall(text):
-        if language == "python":
-            try:
-                ast.parse(textwrap.dedent(code))
-            except SyntaxError as error:
-                found.append(f"python block does not parse: {error}")
-        for target in re.findall(r"^\s*(?:\$ )?make ([a-z][\w-]*)", code, re.MULTILINE):
-            found.append(span_problem(f"make {target}"))
-    prose = outside_fences(text)
-    found += [link_problem(target, document, text) for target in LINK.findall(prose)]
-    found += [span_problem(span) for span in SPAN.findall(prose)]
-    return [problem for problem in found if problem]
-
-
-# --- tests
+    for _, _, code in FENCE.findall(text):
+        yield from (
+            f"make {one}" for one in re.findall(r"^\s*(?:\$ )?make ([a-z][\w-]*)", code, re.M) if one not in TARGETS
+        )
+    prose = FENCE.sub("", text)
+    yield from (target for target in LINK.findall(prose) if not leads_somewhere(target, document, text))
+    yield from (span for span in SPAN.findall(prose) if not is_there(span))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_a_document_names_exists(name: str) -> None:
-    assert problems((ROOT / name).read_text(), ROOT / name) == []
+    assert [*problems((ROOT / name).read_text(), ROOT / name)] == []
+
+
+def test_a_wrong_name_is_a_problem_and_a_right_one_or_a_free_word_is_none() -> None:
+    wrong = "docs/nowhere.md", "#no-such-heading"
+    assert [*problems(" ".join(f"[text]({one})" for one in wrong), ROOT / "README.md")] == [*wrong]
+    assert [*problems("[a](LICENSE) [b](#b--c) [c](https://x.org/y#z)\n## B: `c`\n", ROOT / "README.md")] == ["#b--c"]
+    names = ["rayloader/nowhere.py", "nowhere.py", "tests/nowhere/*.py", "schedule.py:nowhere", "rayloader.Nowhere"]
+    names += ["rayloader/epoch/schedule.py:Schedule.nowhere()", "rayloader.nowhere.DataLoader", "make nowhere"]
+    names += ["rayloader.DataLoader._nowhere", "schedule.Nowhere", "Schedule.nowhere"]
+    assert [name for name in names if is_there(name)] == []
+    names = ["rayloader/epoch/schedule.py", "schedule.py", "rayloader/*.py", "schedule.py:Schedule.handle()", "a/b"]
+    names += ["schedule.Schedule", "Schedule.handle", "rayloader.loader.DataLoader", "DataLoader.batch_size", "ray.get"]
+    assert [name for name in [*names, "make test", "make it so"] if not is_there(name)] == []
+
+
+@pytest.mark.parametrize("name", ["readme_table", "shared", "gpu", "cache", "plans"])
+def test_tables_are_those_of_the_measured_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module, tables = map(importlib.import_module, (name, "tables"))
+    table = module.table(json.loads(module.RESULTS.read_text()))
+    assert tables.found(module.DOCUMENT, module.COMMAND) == table, f"run: {module.COMMAND}"
 
 
 TYPED = """
@@ -239,51 +193,3 @@ def test_the_readmes_code_passes_pyright(tmp_path: Path) -> None:
     assert (done.stderr, done.returncode) == ("", 0), done.stdout
     assert done.stdout.splitlines()[-1] == "0 errors, 0 warnings, 0 notes"
     assert len(list(tmp_path.iterdir())) > 4
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "[text](docs/nowhere.md)",
-        "[text](#no-such-heading)",
-        "`rayloader/nowhere.py`",
-        "`nowhere.py`",
-        "`tests/nowhere/*.py`",
-        "`schedule.py:nowhere`",
-        "`rayloader/epoch/schedule.py:Schedule.nowhere()`",
-        "`rayloader.Nowhere`",
-        "`rayloader.nowhere.DataLoader`",
-        "`rayloader.DataLoader._nowhere`",
-        "`schedule.Nowhere`",
-        "`Schedule.nowhere`",
-        "`make nowhere`",
-        "```sh\nmake nowhere\n```",
-        "```python\nfor x in:\n```",
-    ],
-)
-def test_a_wrong_name_is_a_problem(wrong: str) -> None:
-    assert len(problems(f"# Title\n\n{wrong}\n", ROOT / "README.md")) == 1
-
-
-def test_right_names_and_free_words_are_none() -> None:
-    text = """
-# The title: `code`, and more
-
-[here](#the-title-code-and-more) [there](LICENSE) [net](https://example.org/nowhere#x)
-`rayloader/epoch/schedule.py` `schedule.py` `rayloader/` `rayloader/*.py` `make test` `make it so` `a/b`
-`schedule.py:Schedule.handle()` `schedule.Schedule` `Schedule.handle` `rayloader.loader.DataLoader`
-`rayloader.DataLoader` `DataLoader.batch_size` `loader.batch_size` `torch.utils.data.DataLoader` `ray.get`
-
-```python
-from rayloader import DataLoader
-```
-
-```sh
-make demo
-```
-
-```text
-`rayloader/nowhere.py` for x in:
-```
-"""
-    assert problems(text, ROOT / "README.md") == []

@@ -15,7 +15,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rayloader
@@ -93,33 +93,21 @@ def test_a_framework_makes_ours_whenever_it_was_imported():
     assert type(loader) is rayloader.DataLoader
 
 
-def test_batches_are_torchs():
-    dataset = TensorDataset(torch.arange(20.0))
-
-    def batches():
-        torch.manual_seed(3)
-        return [batch.tolist() for (batch,) in DataLoader(dataset, 3, shuffle=True)]
-
-    expected = batches()
-    with rayloader.patch():
-        assert batches() == expected
+class OfOurs(rayloader.DataLoader):
+    pass
 
 
 def test_as_a_plain_call_it_holds_until_it_is_removed():
     patched = rayloader.patch(on_error="skip")
     assert isinstance(patched, rayloader.Patch)
+    assert type(OfOurs(DATASET)) is OfOurs
+    assert OfOurs(DATASET).on_error == rayloader.DataLoader(DATASET).on_error == "raise"  # ours are left alone
     assert DataLoader(DATASET).on_error == "skip"
     patched.remove()
     assert type(DataLoader(DATASET)) is DataLoader
     patched.remove()
     with patched, patched:  # it can be installed again
         assert DataLoader(DATASET).on_error == "skip"
-
-
-def test_it_is_removed_when_its_block_raises():
-    with pytest.raises(KeyError), rayloader.patch():
-        raise KeyError
-    assert type(DataLoader(DATASET)) is DataLoader
 
 
 def test_nested_patches_add_up_and_end_in_any_order():
@@ -170,19 +158,6 @@ class Derived(DataLoader):
         return [self.label, *samples]
 
 
-class Kept(Derived):
-    """As timm's and Ultralytics': it keeps one of torch's iterators."""
-
-    def __iter__(self):
-        self.kept = super().__iter__()
-        yield from self.kept
-
-    def end(self):
-        for worker in self.kept._workers:
-            worker.terminate()
-        self.kept._shutdown_workers()
-
-
 class Doubled(Derived):
     """As PyG's loaders of nodes: it changes what torch's iterators give."""
 
@@ -225,7 +200,7 @@ def made(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("loader_class", [Derived, Kept, Doubled])
+@pytest.mark.parametrize("loader_class", [Derived, Doubled])
 def test_loaders_of_derived_classes_keep_their_class_and_get_our_iterators(loader_class, made):
     expected = list(loader_class(DATASET, 4))
     assert not made
@@ -240,12 +215,6 @@ def test_loaders_of_derived_classes_keep_their_class_and_get_our_iterators(loade
         loader.batch_size = 3
     assert list(loader_class(DATASET, 4)) == expected
     assert len(made) == 5
-
-
-def test_iterators_of_derived_classes_stay_as_they_are(made):
-    with rayloader.patch():
-        assert type(iter(OfItsOwn(DATASET))) is OfOthers
-    assert not made
 
 
 def test_their_iterators_have_the_arguments_of_the_patch():
@@ -264,8 +233,10 @@ def test_their_iterators_have_the_arguments_of_the_patch():
         iter(Derived(Stream()))
 
 
-def test_what_others_make_torchs_iterators_of_gets_ours_while_a_patch_is_in_force(made):
+def test_what_others_make_torchs_iterators_of_gets_ours_and_other_classes_of_iterators_stay(made):
     with rayloader.patch():
+        assert type(iter(OfItsOwn(DATASET))) is OfOthers
+        assert not made
         assert list(SingleProcessIterator(Raw())) == [0.0, 1.0, 2.0]
     assert made == [LocalIterator]
     assert type(SingleProcessIterator(Raw())) is SingleProcessIterator
@@ -289,15 +260,6 @@ def test_other_code_may_move_the_sampler_and_set_attributes_when_an_iterator_beg
     assert [number for _, number in loader] == [*range(10)]
 
 
-def test_a_class_of_ours_is_left_alone():
-    class OfOurs(rayloader.DataLoader):
-        pass
-
-    with rayloader.patch(seeding="batch"):
-        assert type(OfOurs(DATASET)) is OfOurs
-        assert OfOurs(DATASET).seeding == rayloader.DataLoader(DATASET).seeding == "worker"
-
-
 def without_processes(monkeypatch):
     """Torch's iterators start none."""
     monkeypatch.setattr(vars(MultiProcessIterator)["__init__"], "_init", lambda iterator, loader: None)
@@ -309,54 +271,35 @@ class Threads(multiprocessing.context.SpawnContext):
 
 
 @pytest.mark.parametrize(
-    ("make", "defaults", "reason"),
+    ("given", "defaults", "is_early", "reason"),
     [
         (
-            lambda: Derived(DATASET, num_workers=1, multiprocessing_context=Threads()),
+            {"multiprocessing_context": Threads()},
             {},
+            False,
             "its multiprocessing_context are no processes of multiprocessing's; leave it out",
         ),
         (
-            lambda: Derived(DATASET, num_workers=1),
+            {},
             {"num_replicas": 2, "rank": 0},
+            False,
             "num_replicas and rank divide the data of a rayloader.DataLoader alone; create one",
         ),
+        ({}, {}, True, r"it was created before, .* call patch\(\) at the start"),
     ],
-    ids=["threads", "ranks"],
+    ids=["threads", "ranks", "made before"],
 )
-def test_one_warning_names_a_class_that_cannot_get_our_iterators(make, defaults, reason, monkeypatch, made):
+def test_one_warning_names_a_class_that_cannot_get_our_iterators(given, defaults, is_early, reason, monkeypatch, made):
     patching.warn_of_torchs.cache_clear()
+    early = [Derived(DATASET, num_workers=1, **given) for _ in range(2)]
     with rayloader.patch(**defaults):
-        loaders = [make(), make()]
+        loaders = early if is_early else [Derived(DATASET, num_workers=1, **given) for _ in range(2)]
         without_processes(monkeypatch)
-        with pytest.warns(UserWarning, match=rf"does not reach this .*{type(loaders[0]).__name__}: .*{reason}") as told:
+        with pytest.warns(UserWarning, match=rf"does not reach this .*Derived: .*{reason}") as told:
             iterators = [iter(loader) for loader in loaders]
     assert [warning.filename for warning in told] == [__file__]
     assert not made
     assert not any(isinstance(iterator, OfOneProcess) for iterator in iterators)
-
-
-def test_a_loader_that_was_there_before_the_patch_is_told_of(monkeypatch):
-    patching.warn_of_torchs.cache_clear()
-    loader = Derived(DATASET, num_workers=1)
-    with rayloader.patch():
-        without_processes(monkeypatch)
-        with pytest.warns(UserWarning, match=r"Derived: it was created before, .* call patch\(\) at the start"):
-            iter(loader)
-
-
-def test_nobody_is_told_that_a_context_was_given():
-    with rayloader.patch():
-        for make in (rayloader.DataLoader, DataLoader, Derived):
-            make(DATASET, num_workers=1, multiprocessing_context="spawn")
-
-
-def test_torchdatas_loader_becomes_ours():
-    with rayloader.patch(on_error="skip"):
-        loader = StatefulDataLoader(DATASET, 2)
-        assert isinstance(loader, rayloader.DataLoader)
-        assert loader.on_error == "skip"
-        assert loader.state_dict()["format"] == "rayloader"
 
 
 @pytest.mark.parametrize("loader_class", PATCHED)
@@ -390,49 +333,25 @@ def test_nothing_is_found_in_torchdatas_class_but_the_class():
     assert [name for name, value in theirs.items() if getattr(kind, name) is value] == []
 
 
-def loader_states(loaders):
-    """As a trainer makes its checkpoint that asks by torchdata's class."""
-    return [loader.state_dict() for loader in loaders if isinstance(loader, StatefulDataLoader)]
-
-
-def test_a_trainer_that_asks_by_class_keeps_the_position():
-    with rayloader.patch():
-        loader, anew = StatefulDataLoader(DATASET, 2), StatefulDataLoader(DATASET, 2)
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    (state,) = loader_states([loader])
-    anew.load_state_dict(state)
-    assert list(map(str, anew)) == list(map(str, iterator))
-    assert len(list(anew)) == 5
-
-
-@pytest.mark.parametrize("taken", [0, 2, 5])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_state_of_torchdatas_own_is_an_error_that_says_so(taken, num_workers):
+def test_a_state_of_torchdatas_own_is_an_error_that_says_so(num_workers):
     context = "fork" if num_workers else None
     theirs = StatefulDataLoader(DATASET, 2, True, num_workers=num_workers, multiprocessing_context=context)
-    for _, _ in zip(range(taken), theirs, strict=False):
-        pass
+    next(iter(theirs))
     with rayloader.patch():
         loader = StatefulDataLoader(DATASET, 2, True, num_workers=num_workers)
     with pytest.raises(rayloader.StateError, match="but of torchdata's StatefulDataLoader"):
         loader.load_state_dict(theirs.state_dict())
 
 
-def test_patch_takes_the_arguments_that_torchs_loader_has_not():
+def test_patch_takes_the_arguments_that_torchs_loader_has_not_whose_signature_stays():
     ours, torchs = (
         inspect.signature(loader_class).parameters.keys() for loader_class in (rayloader.DataLoader, DataLoader)
     )
-    types_of_ours = get_type_hints(rayloader.DataLoader.__init__)
+    types_of_ours, signature = get_type_hints(rayloader.DataLoader.__init__), inspect.signature(DataLoader)
     assert get_type_hints(OwnArguments) == {name: types_of_ours[name] for name in ours - torchs}
-
-
-def test_signatures_stay():
-    expected = inspect.signature(DataLoader)
     with rayloader.patch():
-        assert inspect.signature(DataLoader) == expected
-        assert inspect.signature(DataLoader.__init__).parameters.keys() == expected.parameters.keys() | {"self"}
+        assert inspect.signature(DataLoader) == signature
 
 
 @pytest.mark.parametrize("changed", [{}, {"arenas": True}])
@@ -447,20 +366,15 @@ def test_a_loader_of_ours_that_is_made_anew_keeps_its_own_arguments(changed):
     assert (anew.fresh_processes, anew.max_worker_restarts) == (True, 3)
 
 
-def test_a_state_that_was_loaded_is_not_lost_in_silence():
-    loader = rayloader.DataLoader(DATASET)
-    loader.load_state_dict(loader.state_dict())
-    with rayloader.patch(), pytest.raises(rayloader.StateError, match="load it into the new loader"):
-        imported("framework").make_anew(loader)
-
-
-def test_a_state_that_is_loaded_afterwards_is_not_lost_either():
+def test_a_state_that_is_loaded_before_or_after_a_loader_is_made_anew_is_not_lost_in_silence():
     loader = rayloader.DataLoader(DATASET)
     state = loader.state_dict()
     anew = type(loader)(loader.dataset, num_workers=loader.num_workers)  # as Lightning does
     loader.load_state_dict(state)
     with pytest.raises(rayloader.StateError, match="load it into the new loader"):
         iter(anew)
+    with rayloader.patch(), pytest.raises(rayloader.StateError, match="load it into the new loader"):
+        imported("framework").make_anew(loader)
     loader.load_state_dict({})
     assert len(list(anew)) == 10
 
@@ -505,14 +419,6 @@ def test_nor_has_one_whose_batches_come_from_torchs(wrapped):
         DataLoader(wrapped(loader.dataset), num_workers=loader.num_workers)
     with pytest.raises(rayloader.StateError, match=r"its state_dict\(\) \(rayloader\.patch\(\) gives it one\)"):
         loader.state_dict()
-
-
-def test_the_warning_of_a_rebuilt_loader_names_the_programs_line():
-    """And not the framework's that calls torch's constructor."""
-    loader = rayloader.DataLoader(DATASET)
-    with pytest.warns(UserWarning, match="was rebuilt as") as warned:
-        imported("framework").Rebuilt(loader)
-    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.parametrize(

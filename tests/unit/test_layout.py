@@ -7,9 +7,8 @@ names, it depends on.
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import programs
 
@@ -17,6 +16,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rayloader"
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
 
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {module_of(path) for path in SOURCES}
 # The parts around the core: it imports each where a program uses it, never at module level.
 PARTS = {"actors", "cli", "data", "frameworks", "gpu", "observe", "plans"}
 # What of them every program uses: each loader measures.
@@ -70,44 +75,34 @@ EXCEPTIONS = {
 MAY_IMPORT_RAY = {"actors"}
 
 
-def imported(source: str) -> set[str]:
-    """Top-level names of all modules that a source imports; a relative import counts as `rayloader`."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add("rayloader" if node.level else str(node.module))
-        elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
-            found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
-    return {name.split(".")[0] for name in found}
-
-
-def imported_from_rayloader(source: str) -> set[str]:
-    """The modules of the package that a source names."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "rayloader":
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = {name for name in names if name.replace(".", "/") + ".py" in SOURCES}
-            found |= modules | ({str(node.module)} if len(modules) < len(names) else set())
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "rayloader"}
-    return found
-
-
-def imported_at_once(source: str) -> set[str]:
-    """The modules of the package that a source imports when it is imported itself: not within a function."""
-    found, bodies = set(), [ast.parse(source).body]
+def names_in(source: str, at_once: bool = False) -> set[str]:
+    """The modules, and names in modules, that a source imports; `at_once`: only when it is imported itself."""
+    found, bodies = set(), [[ast.parse(source)]]
     for body in bodies:  # the list grows meanwhile
         for node in body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                found |= imported_from_rayloader(ast.unparse(node))
-            elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {f"{'rayloader' if node.level else node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
+                found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
+            is_later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if at_once and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 bodies.append(node.orelse)
-            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                bodies += [getattr(node, name, []) for name in ("body", "orelse", "finalbody", "handlers")]
+            elif not (at_once and is_later):
+                bodies.append(list(ast.iter_child_nodes(node)))
     return found
+
+
+@cache
+def imported(path: str, at_once: bool = False) -> set[str]:
+    """The modules of the package that a file of it names."""
+    names = [name for name in names_in((ROOT / path).read_text(), at_once) if name.split(".")[0] == "rayloader"]
+    return {name if name in MODULES else name.rpartition(".")[0] or name for name in names}
+
+
+def is_of(names: set[str], package: str) -> bool:
+    return any(name.split(".")[0] == package for name in names)
 
 
 def folder(module: str) -> str:
@@ -120,13 +115,8 @@ def is_exception(path: str, module: str) -> bool:
     return not EXCEPTIONS.keys().isdisjoint({(path, module), (path, module.rpartition(".")[0])})
 
 
-def module_of(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_every_way_to_import_is_seen() -> None:
+    for source in (
         "import ray",
         "import torch, ray.util as u",
         "from ray.actor import ActorHandle",
@@ -134,227 +124,97 @@ def module_of(path: str) -> str:
         "if TYPE_CHECKING:\n    from ray import ObjectRef",
         "importlib.import_module('ray.data')",
         "__import__('ray')",
-    ],
-)
-def test_every_way_to_import_ray_is_seen(source: str) -> None:
-    assert "ray" in imported(source)
-
-
-def test_what_is_no_import_of_ray_is_not_taken_for_one() -> None:
-    source = "from .ray import x\nimport rayloader\nimport torch.ray\nray = 'ray'"
-    assert imported(source) == {"rayloader", "torch"}
+    ):
+        assert is_of(names_in(source), "ray"), source
+        assert is_of(names_in(source, at_once=True), "ray") == (not source.startswith(("def", "if"))), source
+    assert not is_of(names_in("from .ray import x\nimport torch.ray\nray = 'ray'"), "ray")
+    assert is_of(names_in((PACKAGE / "actors" / "pool.py").read_text()), "ray")
 
 
 def test_a_file_imports_from_the_folders_that_its_own_may_import_from() -> None:
     for path in SOURCES:
         here = folder(module_of(path))
-        for module in imported_from_rayloader((ROOT / path).read_text()):
+        for module in imported(path):
             allowed = folder(module) in MAY_IMPORT[here] | {here} or is_exception(path, module)
             assert allowed, f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if folder(module_of(path)) not in PARTS])
-def test_the_core_imports_parts_only_where_they_are_used(path: str) -> None:
-    if path != "rayloader/__main__.py":
-        found = imported_at_once((ROOT / path).read_text())
-        assert not {module for module in found - ALWAYS if folder(module) in PARTS}
+def test_the_core_imports_parts_only_where_they_are_used() -> None:
+    core = [path for path in SOURCES if folder(module_of(path)) not in PARTS and path != "rayloader/__main__.py"]
+    found = {(path, module) for path in core for module in imported(path, at_once=True) - ALWAYS}
+    assert {(path, module) for path, module in found if folder(module) in PARTS} == set()
 
 
-def test_every_import_at_once_is_seen() -> None:
-    name = "rayloader.gpu.device"
-    for source in (f"import {name}", f"class A:\n    import {name}", f"try:\n    import {name}\nfinally:\n    pass"):
-        assert imported_at_once(source) == {name}
-    for source in (f"def f():\n    import {name}", f"if TYPE_CHECKING:\n    import {name}"):
-        assert imported_at_once(source) == set()
+def in_circles(needs: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What is left once all has gone that needs nothing of what is left."""
+    while free := {one for one, others in needs.items() if not others & needs.keys() - {one}}:
+        needs = {one: others for one, others in needs.items() if one not in free}
+    return needs
 
 
-def test_a_program_with_forks_imports_the_core_alone() -> None:
+def test_no_folders_and_no_imports_go_in_circles() -> None:
+    assert not in_circles({here: others - {""} for here, others in MAY_IMPORT.items() if here})
+    assert not in_circles({module_of(path): imported(path) for path in SOURCES})
+    assert in_circles({"a": {"b"}, "b": {"a"}})
+
+
+def test_the_exceptions_are_still_needed() -> None:
+    for path, module in EXCEPTIONS:
+        assert [one for one in imported(path) if f"{one}.".startswith(f"{module}.")]
+
+
+def private_names(source: str) -> set[str]:
+    """Private modules, and private names of modules, of the packages that rayloader is built on."""
+    names = names_in(source) | {
+        ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
+    }
+    return {name for name in names if re.match(r"(torch|ray|cloudpickle)\..*?\b_(?!_)", name)}
+
+
+def test_private_names_of_others_are_in_the_compat_files() -> None:
+    """Ray's are texts there: see test_compat_ray.py."""
+    for source in ("from torch import _utils", "import ray._private", "x = torch._C.f()", "from torch._utils import f"):
+        assert private_names(source)
+    assert [path for path in SOURCES if private_names((ROOT / path).read_text())] == ["rayloader/_compat.py"]
+
+
+def test_only_the_folders_that_know_ray_import_it() -> None:
+    others = [path for path in SOURCES if folder(module_of(path)) not in MAY_IMPORT_RAY]
+    assert [path for path in others if is_of(names_in((ROOT / path).read_text()), "ray")] == []
+
+
+def test_the_schedule_imports_the_standard_library_only() -> None:
+    pure = {f"rayloader.epoch.{name}" for name in ("schedule", "messages")} | {"rayloader.task"}
+    for path in [f"{module.replace('.', '/')}.py" for module in pure]:
+        names = {name.split(".")[0] for name in names_in((ROOT / path).read_text())}
+        assert "typing" in names or "dataclasses" in names
+        assert names <= sys.stdlib_module_names | {"rayloader"}
+        assert imported(path) <= pure
+
+
+def test_a_program_with_forks_imports_the_core_alone_and_nothing_of_ray() -> None:
     program = """
 import sys
 import rayloader
 
 def imported(*_):
-    return sorted(name for name in sys.modules if name.split(".")[0] == "rayloader")
+    return sorted(name for name in sys.modules if name.split(".")[0] in ("rayloader", "ray"))
 
 in_forks = list(rayloader.DataLoader(range(20), 10, num_workers=2, collate_fn=imported))
 assert {*in_forks[0], *in_forks[1]} <= {*imported()}, "in a fork"
 print(*imported())
+assert len(list(rayloader.DataLoader(range(4), batch_size=2))) == 2
+assert "ray" not in imported(), "num_workers=0"
+import ray
+assert "ray" in imported()
 """
     done = programs.run(program)
     assert done.returncode == 0, done.stderr
     modules = set(done.stdout.split())
     assert {module for module in modules if folder(module) in PARTS} == ALWAYS
+    assert not is_of(modules, "ray")
     assert "rayloader.epoch.engine" in modules
     assert len(modules) <= MOST_FILES
-
-
-def test_no_folders_go_in_circles() -> None:
-    waiting = {here: set(others) - {""} for here, others in MAY_IMPORT.items() if here}
-    while free := {here for here, others in waiting.items() if not others & waiting.keys()}:
-        for here in free:
-            del waiting[here]
-    assert not waiting
-
-
-def test_the_exceptions_are_still_needed() -> None:
-    for path, module in EXCEPTIONS:
-        found = imported_from_rayloader((ROOT / path).read_text())
-        assert [one for one in found if f"{one}.".startswith(f"{module}.")]
-
-
-def test_no_imports_go_in_circles() -> None:
-    waiting = {module_of(path): imported_from_rayloader((ROOT / path).read_text()) for path in SOURCES}
-    assert len(waiting) > 40
-    while free := {module for module, needs in waiting.items() if not needs & waiting.keys() - {module}}:
-        for module in free:
-            del waiting[module]
-    assert not waiting
-
-
-def private_names(source: str) -> set[str]:
-    """Private modules, and private names of modules, of the packages that rayloader is built on."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names = {alias.name for alias in node.names}
-        elif isinstance(node, ast.Attribute):
-            names = {ast.unparse(node)}
-        else:
-            continue
-        found |= {name for name in names if re.match(r"(torch|ray|cloudpickle)\..*?\b_(?!_)", name)}
-    return found
-
-
-@pytest.mark.parametrize(
-    "source", ["from torch import _utils", "import ray._private", "x = torch._C.f()", "from torch._utils import f"]
-)
-def test_every_private_name_is_seen(source: str) -> None:
-    assert private_names(source)
-
-
-def test_private_names_of_others_are_in_the_compat_files() -> None:
-    """Ray's are texts there: see test_compat_ray.py."""
-    assert [path for path in SOURCES if private_names((ROOT / path).read_text())] == ["rayloader/_compat.py"]
-
-
-# Private attributes of others outside of `_compat*.py`, and why.
-PRIVATE_ATTRIBUTES = {
-    (
-        "rayloader/transport/pickler.py",
-        "_backward_hooks",
-    ): "of each tensor of a batch, where a call would cost more",
-    ("rayloader/transport/pickler.py", "_cdata"): "likewise",
-    ("rayloader/random/generators.py", "_inst"): "states name it: it is data there",
-    ("rayloader/random/generators.py", "_rand"): "likewise",
-    ("rayloader/random/generators.py", "_bit_generator"): "likewise",
-    ("rayloader/epoch/local.py", "_dataset_kind"): "of our own loader, which inherits it",
-    ("rayloader/resume/checkpoint.py", "_dataset_kind"): "likewise",
-    ("rayloader/resume/position.py", "_dataset_kind"): "likewise",
-    ("rayloader/workers/zygote.py", "_exit"): "documented, of os",
-    ("rayloader/host/server.py", "_exit"): "documented, of os",
-    ("rayloader/actors/producer.py", "_exit"): "documented, of os",
-    ("rayloader/transport/pickler.py", "_type_"): "documented, of arrays of ctypes",
-    ("rayloader/transport/pickler.py", "_length_"): "likewise",
-    ("rayloader/transport/replica.py", "_authkey"): "of a proxy, as multiprocessing's own pickling sends it",
-    ("rayloader/frameworks/readers.py", "_getframe"): "documented, of sys",
-}
-NAMED_TUPLES = {"_replace", "_make", "_fields", "_asdict"}  # their public methods
-ON_ITSELF = {"self", "cls", "super()"}  # whose names may be inherited: that only types would tell
-BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "operator.attrgetter"}
-
-
-def private_attributes(source: str) -> set[str]:
-    """Private names of attributes of anything but the object itself, and of keyword arguments of calls."""
-    found: set[str | None] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ON_ITSELF:
-            found.add(node.attr)
-        elif isinstance(node, ast.Call):
-            found |= {keyword.arg for keyword in node.keywords}
-            if ast.unparse(node.func) in BY_NAME:
-                found |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
-    return {name for name in found if name is not None and re.match(r"_(?!_)", name)}
-
-
-def defined_names(source: str) -> set[str]:
-    """Names that a source gives: to functions, classes, variables, arguments, and attributes of the object itself."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            found.add(node.attr)
-    return found
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "storage._cdata",
-        "internals = cloudpickle.cloudpickle\ninternals._make()",
-        "torch.TypedStorage(_internal=True)",
-        "getattr(part, '_untyped_storage', part)",
-        "f().x[0]._hidden = 1",
-    ],
-)
-def test_every_private_attribute_is_seen(source: str) -> None:
-    assert private_attributes(source)
-
-
-def test_ones_own_private_attributes_are_none_of_others() -> None:
-    assert not private_attributes("self._x = cls._y = super()._z\nobj.__dict__\nf(_)")
-
-
-def test_private_attributes_of_others_are_in_the_compat_files() -> None:
-    sources = {path: (ROOT / path).read_text() for path in SOURCES if "/_compat" not in path}
-    own = set().union(*map(defined_names, sources.values())) | NAMED_TUPLES
-    foreign = {(path, name) for path, source in sources.items() for name in private_attributes(source) - own}
-    assert foreign == set(PRIVATE_ATTRIBUTES)
-
-
-def test_only_the_folders_that_know_ray_import_it() -> None:
-    others = [path for path in SOURCES if folder(module_of(path)) not in MAY_IMPORT_RAY]
-    assert [path for path in others if "ray" in imported((ROOT / path).read_text())] == []
-
-
-def test_ray_is_used_where_it_may_be() -> None:
-    """Else the rule above would pass on files that it does not understand."""
-    assert "ray" in imported((PACKAGE / "actors" / "pool.py").read_text())
-
-
-def test_the_schedule_imports_the_standard_library_only() -> None:
-    pure = {f"rayloader.epoch.{name}" for name in ("schedule", "messages")} | {"rayloader.task"}
-    for module in pure:
-        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
-        assert imported(source)
-        assert imported(source) <= sys.stdlib_module_names | {"rayloader"}
-        assert imported_from_rayloader(source) <= pure
-
-
-def test_a_program_that_does_not_use_ray_and_its_forks_import_nothing_of_it() -> None:
-    program = """
-import sys
-import rayloader
-
-def imported(*_):
-    return [name for name in sys.modules if name.split(".")[0] == "ray" or name.startswith("rayloader.actors")]
-
-assert "torch" in sys.modules
-assert not imported(), "import rayloader"
-assert len(list(rayloader.DataLoader(range(4), batch_size=2))) == 2
-assert not imported(), "num_workers=0"
-assert list(rayloader.DataLoader(range(100), 10, num_workers=2, collate_fn=imported)) == [[]] * 10, "in a fork"
-assert not imported(), "forks"
-import ray
-assert "ray" in imported()
-print("checked")
-"""
-    done = programs.run(program)
-    assert (done.stdout, done.returncode) == ("checked\n", 0), done.stderr
 
 
 def test_nobody_waits_within_ray():

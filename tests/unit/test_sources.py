@@ -1,5 +1,6 @@
 """What is given to a command: a state anywhere in a file, a loader by its name, or an error that says what to do."""
 
+import io
 import pickle
 import sys
 
@@ -21,111 +22,75 @@ def is_same(packed, state):
     return repr(State.load(packed).pack()) == repr(state.pack())
 
 
-def test_a_file_that_is_a_state_needs_no_key(tmp_path):
-    state = saved()
-    torch.save(state.pack(), tmp_path / "state.pt")
-    assert is_same(*load(tmp_path / "state.pt"), state)
-    assert is_same(*load(tmp_path / "state.pt", "loops.fit"), state)
-
-
-def test_a_state_in_a_file_of_torch_is_found(tmp_path):
-    state = saved()
-    path = tmp_path / "checkpoint.pt"
-    torch.save({"model": {"weight": torch.ones(3)}, "loader": state.pack()}, path)
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda state: state,
+        lambda state: {"model": {"weight": torch.ones(3)}, "loader": state},
+        # As Lightning and Accelerate save them.
+        lambda state: {"loops": {"fit_loop": {"state_dict": {"combined_loader": [state]}}}, "callbacks": {1: ()}},
+        lambda state: {**state, "_iterator_finished": False},
+    ],
+)
+def test_a_state_is_found_wherever_it_is_in_a_file_of_torch(tmp_path, within):
+    state, path = saved(), tmp_path / "checkpoint.pt"
+    torch.save(within(state.pack()), path)
+    assert is_same(*load(path), state)
     assert is_same(*load(str(path)), state)
 
 
-def test_the_format_of_before_torch_1_6_is_refused(tmp_path):
-    torch.save(saved().pack(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CommandError, match=r"is not a file of torch\.save in its present format"):
-        load(tmp_path / "old.pt")
-
-
-def test_a_state_deep_in_a_checkpoint_is_found(tmp_path):
-    """As Lightning and Accelerate save them."""
-    state = saved()
-    path = tmp_path / "lightning.ckpt"
-    loops = {"fit_loop": {"state_dict": {"combined_loader": [state.pack()]}}}
-    torch.save({"epoch": 1, "loops": loops, "callbacks": {1: ()}}, path)
-    assert is_same(*load(path), state)
-    torch.save({**state.pack(), "_iterator_finished": False}, tmp_path / "dl_state_dict.bin")
-    assert is_same(*load(tmp_path / "dl_state_dict.bin"), state)
-
-
-def test_one_of_several_states_is_chosen_by_its_key(tmp_path):
-    path = tmp_path / "two.pt"
-    one, other = saved(1), saved(2)
-    torch.save({"loaders": {"train": one.pack(), "val.easy": other.pack()}}, path)
-    with pytest.raises(CommandError, match=r"holds 2 states; choose one by --key: loaders.train, loaders.val.easy$"):
-        load(path)
-    assert is_same(*load(path, "loaders.train"), one)
-    assert is_same(*load(path, "loaders.val"), other)
-    with pytest.raises(CommandError, match=r"holds 2 states; choose one by --key"):
-        load(path, "loaders")
-    with pytest.raises(CommandError, match=r"holds no state at loader; choose one by --key: loaders.train"):
-        load(path, "loader")
-
-
-def test_the_states_of_all_ranks_are_one_thing(tmp_path):
-    path = tmp_path / "ranks.pt"
-    states = of_ranks(3)
-    torch.save({"loader": tuple(state.pack() for state in states[::-1])}, path)
-    found = load(path)
-    assert [State.load(one).fits.rank for one in found] == [2, 1, 0]
-    torch.save([state.pack() for state in states[:2]], path)
-    with pytest.raises(CommandError, match=r"holds 2 states; choose one by --key: 0, 1$"):
-        load(path)
-
-
-def test_states_of_another_version_are_left_to_who_reads_them(tmp_path):
-    path = tmp_path / "old.pt"
-    torch.save({"loader": {**saved().pack(), "version": VERSION - 1}}, path)
-    [found] = load(path)
-    assert found["version"] == VERSION - 1
-
-
-def test_a_checkpoint_that_holds_itself_is_searched_once(tmp_path):
-    path = tmp_path / "cycle.pt"
-    content = {"loader": saved().pack()}
-    content["all"] = [content]
-    torch.save(content, path)
-    [found] = load(path)
-    assert found["format"] == "rayloader"
-
-
-def test_nothing_in_a_file_is_run(tmp_path):
-    path = tmp_path / "unsafe.pt"
-    torch.save({"loader": saved().pack(), "arguments": Unknown()}, path)
-    with pytest.raises(CommandError, match=r"classes that only a trusted file may load: \w+\.Unknown\. If you trust"):
-        load(path)
+SEVERAL = {"loaders": {"train": saved(1).pack(), "val.easy": saved(2).pack()}}
+RANKS = [state.pack() for state in of_ranks(3)]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "key", "message"),
     [
-        (b"", "is not a file of torch.save"),
-        (b"not this", "is not a file of torch.save"),
-        (b"\x00\x01\x02", "is not a file of torch.save"),
-        (pickle.dumps({"a": 1}), "is not a file of torch.save"),
-        (pickle.dumps(saved().pack())[:100], "is not a file of torch.save"),
-        (b"PK\x03\x04 and more", "is not a file of torch.save"),
+        (SEVERAL, None, r"holds 2 states; choose one by --key: loaders.train, loaders.val.easy$"),
+        (SEVERAL, "loaders", r"holds 2 states; choose one by --key"),
+        (SEVERAL, "loader", r"holds no state at loader; choose one by --key: loaders.train"),
+        (RANKS[:2], None, r"holds 2 states; choose one by --key: 0, 1$"),
+        (
+            {"loader": saved().pack(), "arguments": Unknown()},
+            None,
+            r"only a trusted file may load: \w+\.Unknown\. If you",
+        ),
+        ([], None, r"holds no state of a rayloader\.DataLoader"),
+        ({"format": "other"}, None, r"holds no state of a rayloader\.DataLoader"),
+        (3, None, r"holds no state of a rayloader\.DataLoader"),
     ],
 )
-def test_other_files_are_refused(tmp_path, content, message):
-    path = tmp_path / "file"
-    path.write_bytes(content)
-    with pytest.raises(CommandError, match=message):
-        load(path)
-
-
-@pytest.mark.parametrize("content", [[], {"format": "other"}, 3])
-def test_a_file_without_a_state_is_refused(tmp_path, content):
+def test_a_file_without_one_state_or_with_more_than_data_is_refused(tmp_path, content, key, message):
     torch.save(content, tmp_path / "file")
-    with pytest.raises(CommandError, match=r"holds no state of a rayloader\.DataLoader"):
-        load(tmp_path / "file")
+    with pytest.raises(CommandError, match=message):
+        load(tmp_path / "file", key)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_a_state_that_is_named_the_states_of_all_ranks_and_those_of_another_version_are_found(tmp_path):
+    itself = {"loader": {**saved().pack(), "version": VERSION - 1}}
+    itself["all"] = [itself]
+    for name, content in ("several", SEVERAL), ("ranks", {"loader": tuple(RANKS[::-1])}), ("old", itself):
+        torch.save(content, tmp_path / name)
+    assert is_same(*load(tmp_path / "several", "loaders.train"), saved(1))
+    assert is_same(*load(tmp_path / "several", "loaders.val"), saved(2))
+    assert [State.load(one).fits.rank for one in load(tmp_path / "ranks")] == [2, 1, 0]
+    [found] = load(tmp_path / "old")
+    assert found["version"] == VERSION - 1
+
+
+OLD = io.BytesIO()
+torch.save(saved().pack(), OLD, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not this", b"\x00\x01\x02", pickle.dumps({"a": 1}), pickle.dumps(saved().pack())[:100], b"PK\x03\x04 and"],
+)
+def test_other_files_and_the_format_of_before_torch_1_6_are_refused(tmp_path, content):
+    for one in (content, OLD.getvalue()):
+        (tmp_path / "file").write_bytes(one)
+        with pytest.raises(CommandError, match=r"is not a file of torch\.save"):
+            load(tmp_path / "file")
     with pytest.raises(CommandError, match="can't be read: No such file"):
         load(tmp_path / "nothing")
     with pytest.raises(CommandError, match="can't be read: Is a directory; name a file"):

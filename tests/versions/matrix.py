@@ -35,14 +35,8 @@ TOOLS = [
     "scikit-learn",
     "rich",
     "typer",
-    "h5py",
-    "datasets",
-    "accelerate",
-    "albumentations",
-    "torchdata",
-    "tqdm",
-    "matplotlib",
 ]
+TOOLS += ["h5py", "datasets", "accelerate", "albumentations", "torchdata", "tqdm", "matplotlib"]
 OLDEST = ["numpy==2.0.0", "cloudpickle==3.0.0", "ray==2.52.1"]
 
 # Name: Python, and what is installed in other versions than the newest.

@@ -106,26 +106,24 @@ assert kind == "ValueError" and "rayloader has processes" in text
 """
 
 
+def run(program: str, num_workers: int, **variables: str) -> str:
+    """What a program prints."""
+    command = [sys.executable, "-c", program, str(num_workers)]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_keywords_that_only_torchs_class_knows_are_handed_on_to_it(num_workers: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KEYWORDS, str(num_workers)], capture_output=True, text=True, timeout=HANG_LIMIT
-    )
-    assert done.returncode == 0, done.stderr
+    run(KEYWORDS, num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("parameters", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_loader_works_with_any_number_of_type_parameters(tmp_path: Path, parameters: int, num_workers: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    (program := tmp_path / "program.py").write_text(PROGRAM)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, program, str(num_workers)],
-        env={**os.environ, "PYTHONPATH": path, "PARAMETERS": str(parameters)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str([parameters, parameters])] * 5
+    printed = run(PROGRAM, num_workers, PYTHONPATH=path, PARAMETERS=str(parameters))
+    assert printed.splitlines() == [str([parameters, parameters])] * 5

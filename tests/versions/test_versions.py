@@ -28,44 +28,12 @@ SMOKE = Path(__file__).with_name("smoke.py")
 OLD_PYTHON = os.environ.get("RAYLOADER_OLD_PYTHON")
 HANG_LIMIT = 1200  # seconds; on expiry subprocess.run kills the program and raises
 
-PROGRAM = """
-import multiprocessing
-
-from torch.utils.data import Dataset
-
-from rayloader import DataLoader
-
-
-class Squares(Dataset):
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return index * index
-
-
-def train():
-    print([batch.tolist() for batch in DataLoader(Squares(), batch_size=3, num_workers=2)])
-
-
-if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=train)
-    process.start()
-    process.join()
-    raise SystemExit(process.exitcode)
-"""
-
 
 def run(*command: object, folder: Path | None = None) -> str:
     """What a program prints, in a folder, without a way to the checkout or to another Ray."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RAY_ADDRESS")}
     done = subprocess.run(
-        [str(part) for part in command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_LIMIT,
+        [str(part) for part in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT
     )
     assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -188,12 +156,3 @@ def test_batches_are_torchs_with_another_torch(distributions: dict[str, Path], t
 @pytest.mark.full
 def test_the_quickstart_runs(python: Path, tmp_path: Path) -> None:
     assert "most frequent: e " in run(python, ROOT / "examples" / "quickstart.py", folder=tmp_path)
-
-
-@pytest.mark.full
-def test_a_module_spawns_a_process_that_loads(python: Path, tmp_path: Path) -> None:
-    package = tmp_path / "program"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "train.py").write_text(PROGRAM)
-    assert "[[0, 1, 4], [9, 16, 25]]" in run(python, "-m", "program.train", folder=tmp_path)

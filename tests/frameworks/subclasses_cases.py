@@ -1,33 +1,24 @@
 """Loaders of classes that derive from torch's, and what makes torch's iterators itself: stand-ins, and the real ones.
 
-Each case makes a loader; `run` gives its batches. As a script it writes those of torch's iterators, in a process
-without Ray: its arguments are a file and the names of cases.
+Each case makes a loader; `run` gives its batches.
+
+python subclasses_cases.py OUT NAME...   write to OUT, as JSON, those of torch's iterators
 """
 
 import importlib
 import json
 import multiprocessing
 import random
-import sys
-import tempfile
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
 
-from framework_data import Augmented, Numbers, seed
+from framework_data import Augmented, Numbers, seed, write_results
 
 # ---- stand-ins
-
-
-class Collated(DataLoader):
-    """As PyG's `DataLoader` and TorchIO's: the constructor chooses the `collate_fn`."""
-
-    def __init__(self, dataset, batch_size=1, shuffle=False, follow=None, **others):
-        super().__init__(dataset, batch_size, shuffle, collate_fn=lambda samples: [follow, *samples], **others)
 
 
 class Nodes(DataLoader):
@@ -98,27 +89,6 @@ class Endless(DataLoader):
             self.iterator._shutdown_workers()
 
 
-class Counted(DataLoader):
-    """As Mosaic's `StreamingDataLoader`: it counts what it yields, and ends its workers itself."""
-
-    def __init__(self, *arguments, **others):
-        super().__init__(*arguments, **others)
-        self.yielded = 0
-
-    def __iter__(self):
-        self.yielded = 0
-        for batch in super().__iter__():
-            self.yielded += len(batch)
-            yield [self.yielded, *batch]
-
-    def state_dict(self):
-        return {"yielded": self.yielded}
-
-    def __del__(self):
-        if self._iterator is not None:
-            self._iterator._shutdown_workers()
-
-
 class Fake:
     """As fastai's: no loader of torch's, but with all that torch's iterators read."""
 
@@ -135,16 +105,10 @@ class Fake:
         return _MultiProcessingDataLoaderIter(self)
 
 
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 STAND_INS = {
-    "collated": lambda: Collated(Augmented(), 4, True, follow="x", num_workers=2),
-    "collated, persistent": lambda: Collated(Augmented(), 4, True, follow="x", **PERSISTENT),
-    "stream": lambda: Collated(Numbers(), 4, follow="y", num_workers=2),
-    "nodes": lambda: Nodes(Augmented(), batch_size=4, shuffle=True, num_workers=2),
+    "nodes": lambda: Nodes(Augmented(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
     "seeded": lambda: Seeded(Randomized(), batch_size=4, num_workers=2),
     "endless": lambda: Endless(Augmented(), batch_size=4, shuffle=True, num_workers=2),
-    "counted": lambda: Counted(Augmented(), batch_size=4, shuffle=True, num_workers=2),
-    "counted, persistent": lambda: Counted(Augmented(), batch_size=4, shuffle=True, **PERSISTENT),
     "fake": lambda: Fake(2),
 }
 
@@ -158,14 +122,6 @@ def real(name):
         module = importlib.import_module(name)
     seed(1)
     return module
-
-
-class Images(Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return np.full((3, 4, 4), index + random.randrange(100), np.uint8), index
 
 
 def pyg():
@@ -187,18 +143,6 @@ def monai_thread():
     return real("monai.data").ThreadDataLoader(Augmented(), batch_size=3, shuffle=True, num_workers=2)
 
 
-def timm():
-    loader = real("timm.data.loader")
-    make = loader.MultiEpochsDataLoader
-    return make(Images(), batch_size=4, shuffle=True, collate_fn=loader.fast_collate, num_workers=2)
-
-
-def ultralytics():
-    build = real("ultralytics.data.build")
-    make = build.InfiniteDataLoader
-    return make(Augmented(), batch_size=4, shuffle=True, worker_init_fn=build.seed_worker, num_workers=2)
-
-
 def torchio():
     module = real("torchio")
     subjects = [module.Subject(image=module.ScalarImage(tensor=torch.rand(1, 2, 2, 2))) for _ in range(6)]
@@ -206,33 +150,7 @@ def torchio():
     return module.SubjectsLoader(dataset, batch_size=2, shuffle=True, num_workers=2)
 
 
-def mosaic():
-    streaming = real("streaming")
-    folder = tempfile.mkdtemp()
-    with streaming.MDSWriter(out=folder, columns={"number": "int"}) as writer:
-        for number in range(20):
-            writer.write({"number": number})
-    real("streaming.base.util").clean_stale_shared_memory()
-    dataset = streaming.StreamingDataset(local=folder, shuffle=True, batch_size=4)
-    return streaming.StreamingDataLoader(dataset, batch_size=4, num_workers=2)
-
-
-def fastai():
-    make = real("fastai.data.load").DataLoader
-    return make(list(range(20)), bs=4, shuffle=True, num_workers=2, after_item=lambda item: item + random.random())
-
-
-# By the package.
-REAL = {
-    "torch_geometric": pyg,
-    "monai": monai,
-    "monai, with a thread": monai_thread,
-    "timm": timm,
-    "ultralytics": ultralytics,
-    "torchio": torchio,
-    "streaming": mosaic,
-    "fastai": fastai,
-}
+REAL = {"torch_geometric": pyg, "monai": monai, "monai, with a thread": monai_thread, "torchio": torchio}
 CASES = STAND_INS | REAL
 
 
@@ -258,6 +176,4 @@ def run(name):
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("fork")
-    warnings.simplefilter("ignore")
-    Path(sys.argv[1]).write_text(json.dumps({name: run(name) for name in sys.argv[2:]}))
+    write_results(run)

@@ -1,0 +1,259 @@
+"""Training that a framework saves goes on after any batch with the batches that followed, inside that framework.
+
+Each program of `PROGRAMS` gives the batches of two epochs, each with a state from after it, and can begin with such a
+state. Several frameworks read one batch ahead, and the state counts what the program was given. Where its rows say that
+it is `full`, its framework is installed for `make test-full` alone.
+"""
+
+import contextlib
+import copy
+import importlib
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import rayloader
+from framework_data import Augmented, Numbers, seed
+from simulated_device import SimulatedAccelerator
+from trainings_cases import as_trainer_of_two
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_session"),
+    pytest.mark.filterwarnings("default"),  # what the frameworks warn of is their own matter
+]
+
+
+def made(dataset, loader_class=rayloader.DataLoader, **options):
+    """A loader, from the same seed each time."""
+    seed(1)
+    return loader_class(dataset, 3, shuffle=isinstance(dataset, Augmented) or None, **options)
+
+
+def stateful(dataset, folder, state, **options):
+    """A program for torchdata's class."""
+    with rayloader.patch():
+        loader = made(dataset, StatefulDataLoader, **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    for _ in range(2):
+        for batch in loader:
+            yield batch.tolist(), loader.state_dict()
+
+
+def accelerate(dataset, folder, state, configuration=None, **options):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration or {}))
+    loader = accelerator.prepare(made(dataset, **options))
+    first = 0
+    if state is not None:
+        loader.load_state_dict(state["loader"])
+        first = loader.iteration = state["epoch"]  # it numbers epochs by itself, and seeds its sampler with the number
+    for epoch in range(first, 2):
+        for batch in loader:
+            saved = copy.deepcopy(loader.state_dict())
+            assert saved["_iterator_finished"] == loader.end_of_dataloader  # which it adds
+            yield batch.tolist(), {"loader": saved, "epoch": epoch + loader.end_of_dataloader}
+
+
+def accelerate_saves(dataset, folder, state, **options):
+    """Its `save_state`, for which it makes torchdata's loader; within the first epoch."""
+    configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    loader = accelerator.prepare(made(dataset, **options))
+    assert isinstance(loader, rayloader.DataLoader)
+    assert isinstance(loader, StatefulDataLoader)
+    if state is not None:
+        accelerator.load_state(state)
+    for number, batch in enumerate(loader):
+        accelerator.save_state(str(folder / f"{number}-{state is None}"))
+        yield batch.tolist(), str(folder / f"{number}-{state is None}")
+
+
+def ray_train(dataset, folder, state, **options):
+    with as_trainer_of_two() as prepare:
+        ranks = {"num_replicas": 2, "rank": 1} if isinstance(dataset, Augmented) else {}
+        loader = made(dataset, **options, **ranks)
+        read = prepare(loader)
+        if state is not None:
+            loader.load_state_dict(state)
+        for _ in range(2):
+            for batch in read:
+                yield batch.tolist(), loader.state_dict()
+
+
+def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=None, epochs=2, limit=None, **options):
+    """Of a dataset, or of a loader that is there.
+
+    Args:
+        saves: after each "batch", after each "epoch" by its own callback, or "never".
+        steps_first: the program reads the number of steps, at which Lightning drops the state (its issue 20550).
+        mode: of two loaders that are read together.
+        epochs: how many there are.
+        limit: of batches in an epoch.
+    """
+    importlib.import_module("any_torchvision")
+    pytorch = importlib.import_module("lightning.pytorch")
+    seen = []
+
+    class Module(pytorch.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, _):
+            batches = batch if isinstance(batch, dict) else {"one": batch}
+            seen.append({name: None if one is None else one.tolist() for name, one in batches.items()})
+            return 0 * self.linear(torch.ones(1)).sum()
+
+        def on_train_batch_end(self, *_):
+            if state is None and saves == "batch":
+                self.trainer.save_checkpoint(folder / f"step={self.global_step}.ckpt")
+
+        def configure_optimizers(self):
+            assert not steps_first or self.trainer.estimated_stepping_batches > 0 or isinstance(dataset, Numbers)
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    loader = made(dataset, **options) if isinstance(dataset, (Augmented, Numbers)) else dataset
+    if mode is not None:
+        together = importlib.import_module("lightning.pytorch.utilities.combined_loader").CombinedLoader
+        loader = together({"long": loader, "short": rayloader.DataLoader(type(dataset)(11), 4, **options)}, mode)
+    kept = folder if state is None else folder / "resumed"
+    keep = pytorch.callbacks.ModelCheckpoint(kept, filename="{step}", save_top_k=-1)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pytorch.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        limit_train_batches=limit,
+        callbacks=[keep] * (saves == "epoch"),
+        enable_checkpointing=saves == "epoch",
+        **quiet,
+    )
+    trainer.fit(Module(), loader, ckpt_path=state)
+    return [(batch, folder / f"step={step}.ckpt") for step, batch in enumerate(seen, 1)]
+
+
+class Row:
+    """A program, where its states are tried, and with what it is run.
+
+    Args:
+        program: see above.
+        steps: that have been made; of these numbers those that an epoch of `length` batches has.
+        datasets: the names of what is read.
+        full: whether for `make test-full` alone.
+        options: of the program, or of its loader.
+    """
+
+    def __init__(self, program, steps=(1, 7, 8, 11), datasets=(Augmented, Numbers), full=False, **options):
+        self.program, self.steps, self.datasets, self.full, self.options = program, steps, datasets, full, options
+
+
+IN_LIGHTNING = partial(Row, lightning, full=True)
+ROWS = {
+    "torchdata": Row(stateful),
+    "Accelerate": Row(accelerate, configuration={"dispatch_batches": False}),
+    "Accelerate with torch's sampler": Row(accelerate, configuration={"use_seedable_sampler": False}, full=True),
+    "Accelerate that dispatches": Row(accelerate, configuration={"dispatch_batches": True}),
+    "Accelerate's checkpoints": Row(accelerate_saves, (1, 3)),
+    "Ray Train": Row(ray_train, (1, 3, 4, 6)),
+    "Lightning": IN_LIGHTNING(),
+    "Lightning, a limit": IN_LIGHTNING((2, 3, 6, 7), (Augmented,), epochs=3, limit=3),
+    "Lightning, a limit, persistent": IN_LIGHTNING((2, 3), (Augmented,), limit=3, persistent_workers=True),
+    "Lightning, steps read": IN_LIGHTNING((3, 8, 11), (Augmented,), steps_first=True),
+    "Lightning, after an epoch": IN_LIGHTNING((8,), (Augmented,), saves="epoch"),
+    "Lightning, min_size": IN_LIGHTNING((1, 2, 3, 4), mode="min_size"),
+    "Lightning, max_size": IN_LIGHTNING((1, 2, 7, 8, 9), mode="max_size"),
+    "Lightning, max_size_cycle": IN_LIGHTNING((1, 2, 7, 8, 9), (Augmented,), mode="max_size_cycle"),
+}
+
+
+def marks(row, workers):
+    return [pytest.mark.full] * (row.full or (workers > 0 and row is not ROWS["Accelerate"]))
+
+
+CASES = [
+    pytest.param(
+        name, dataset, workers, marks=[pytest.mark.full] * (row.full or (workers > 0 and name != "Accelerate"))
+    )
+    for name, row in ROWS.items()
+    for dataset in row.datasets
+    for workers in (2, 0)
+    if workers or "persistent" not in name
+]
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets():
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.mark.parametrize(("name", "dataset", "num_workers"), CASES)
+def test_training_goes_on_with_the_batches_that_followed(name, dataset, num_workers, tmp_path):
+    row = ROWS[name]
+    program = partial(row.program, dataset(), tmp_path, num_workers=num_workers, **row.options)
+    with rayloader.patch():
+        told = list(program(None))
+        batches = [batch for batch, _ in told]
+        for step in row.steps:
+            rest = [batch for batch, _ in program(told[step - 1][1])]
+            assert rest[: len(batches) - step] == batches[step:], step  # some go on after the second epoch
+
+
+@pytest.mark.full
+def test_a_stream_of_which_lightning_has_drawn_a_batch_before_it_loads_the_state_is_refused(tmp_path):
+    told = lightning(Numbers(), tmp_path, None, steps_first=True, num_workers=2)
+    with pytest.raises(rayloader.StateError, match="estimated_stepping_batches"):
+        lightning(Numbers(), tmp_path, told[2][1], steps_first=True, num_workers=2)
+
+
+@pytest.mark.full
+def test_a_consumer_of_a_share_is_read_by_lightning_from_its_first_batch_or_its_state(tmp_path):
+    """`fit` makes an iterator to look at before the one that it reads."""
+
+    def loader():
+        generator = torch.Generator().manual_seed(5)
+        return rayloader.DataLoader(Augmented(40), 4, shuffle=True, num_workers=1, generator=generator)
+
+    plain = loader()
+    expected = [batch[:, 0].tolist() for _ in range(2) for batch in plain]
+    for taken in (0, 4):
+        state = None
+        if taken:
+            with rayloader.share(loader(), consumers=1) as share:
+                consumer = share.consumer(0)
+                for _, _ in zip(range(taken), consumer, strict=False):
+                    pass
+                state = consumer.state_dict()
+        with rayloader.share(loader(), consumers=1, state=state) as share:
+            found = lightning(share.consumer(0), tmp_path, None, saves="never")
+        assert [[index for index, *_ in batch["one"]] for batch, _ in found] == expected[taken:]
+
+
+@pytest.mark.parametrize("is_patched", [True, False])
+@pytest.mark.parametrize("num_processes", [2, 1])
+@pytest.mark.filterwarnings("ignore:a rayloader.DataLoader was rebuilt")
+def test_a_rank_whose_part_would_be_dealt_out_to_all_is_an_error(is_patched, num_processes):
+    accelerator = Accelerator(cpu=True)
+    PartialState._shared_state["num_processes"] = num_processes  # the others are not asked before the first batch
+    one_of_two = rayloader.DataLoader(Numbers(), 3, num_replicas=2, rank=0)
+    refused = pytest.raises(ValueError, match=r"has those of rank 0; leave num_replicas and rank out")
+    with rayloader.patch() if is_patched else contextlib.nullcontext():
+        with refused if num_processes == 2 else contextlib.nullcontext():
+            accelerator.prepare(one_of_two)
+        accelerator.prepare(rayloader.DataLoader(Numbers(), 3))
+
+
+def test_batches_that_are_on_the_device_already_are_not_copied_again(monkeypatch):
+    accelerator = SimulatedAccelerator(at_each_query=1).install(monkeypatch)
+    copies = []
+    copy = accelerator.copy
+    monkeypatch.setattr(accelerator, "copy", lambda *of: copies.append(copy(*of)) or copies[-1])
+    with rayloader.patch():
+        loader = Accelerator(cpu=True).prepare(made(Augmented(), num_workers=2, device="cuda"))
+    assert loader.base_dataloader.device == "cuda"
+    assert [batch.data_ptr() for batch in loader] == [one.data_ptr() for one in copies]
