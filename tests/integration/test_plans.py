@@ -1,8 +1,6 @@
-"""Plans in loaders: torch's, ours with any number of workers and ranks; states, skips, batches again."""
+"""Plans in loaders: torch's, and ours with any number of workers; states, skips, batches again."""
 
-import itertools
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -105,31 +103,6 @@ def test_it_goes_on_at_any_step_with_another_number_of_workers(kind, workers):
         rest.load_state_dict(state)
         assert found + batches(rest) == whole
         assert batches(rest, epoch=5) == batches(made(kind), epoch=5)
-
-
-@kinds
-@pytest.mark.parametrize(
-    "worlds", [(3, 2, 4), pytest.param((4, 1, 3), marks=FULL), pytest.param((1, 5, 2), marks=FULL)]
-)
-def test_what_ranks_have_not_taken_goes_to_any_other_number_of_ranks(kind, worlds):
-    states, seen = None, Counter()
-    whole = Counter(itertools.chain(*batches(made(kind), epoch=1)))
-    for number, world in enumerate(worlds):
-        last, stepped = number == len(worlds) - 1, []
-        for rank in range(world):
-            loader = made(kind, num_replicas=world, rank=rank)
-            if states is None:
-                loader.set_epoch(1)
-            else:
-                loader.load_state_dict(states)
-            found, state = (batches(loader), None) if last else taken(loader, 2)
-            seen.update(itertools.chain(*found))
-            stepped.append((len(found), state))
-        assert len({steps for steps, _ in stepped}) == 1
-        states = [state for _, state in stepped]
-    assert not whole - seen
-    if kind != "mixture" and kind != "concat":  # of concat, a part may be cut in two where there are more ranks
-        assert (seen - whole).total() <= 2 * max(map(len, PLANS[kind]()))
 
 
 @some

@@ -79,12 +79,13 @@ def test_what_they_tell_of_themselves(picture, tmp_path, monkeypatch):
     path = tmp_path / "plan.png"
     budget = TokenBudget(SIZES, 300, num_replicas=2)
     text = budget.describe(str(path) if picture else None)
-    assert "samples  60\n" in text
-    assert f"{len(budget) // 2:,} for 2 ranks; the most expensive batch" in text
-    assert f"{budget.padding:.2%} of the tokens" in text
-    packing = Packing([3, 4, 5], 8)
-    for words in ("efficiency", "for one rank", "12 tokens"):
-        assert words in packing.describe()
+    packing, skipping = Packing([3, 4, 5], 8), Packing([5, 25, 10], 10, too_long="skip")
+    for plan, said in {
+        text: ("samples  60\n", f"{len(budget) // 2:,} for 2 ranks; the most", f"{budget.padding:.2%} of the tokens"),
+        packing.describe(): ("efficiency", "for one rank", "12 tokens"),
+        skipping.describe(): ("1 longer than 10 tokens: left out", "25 tokens"),
+    }.items():
+        assert all(words in plan for words in said)
     if picture:
         assert path.read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
