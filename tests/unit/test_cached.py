@@ -3,7 +3,6 @@
 What is of folders alone is in test_cache_folder.py.
 """
 
-import collections
 import copy
 import dataclasses
 import datetime
@@ -21,11 +20,14 @@ import secrets
 import signal
 import sys
 import threading
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 import rayloader
@@ -38,7 +40,7 @@ from rayloader.transport import memory_file
 from told import told
 
 HANG_LIMIT = 500.0  # seconds; on expiry the test fails
-Pair = collections.namedtuple("Pair", "image label")
+Pair = namedtuple("Pair", "image label")
 
 
 @dataclasses.dataclass
@@ -80,6 +82,88 @@ def check(kept, numbers, make):
 # ---- the same samples
 
 
+def sample(key, number):
+    return torch.full((3, 4), number, dtype=torch.uint8), f"{key}{number}"
+
+
+def damage(kept, number, how):
+    """Changes a record, as if not all of it had reached the disk, or where the index says that it is."""
+    index, row = kept._store._index, 2 + 2 * number
+    if not index[row]:
+        return
+    if how < 3:  # the checksum, the place of the pickle, and what follows
+        place = (index[row] >> 30) * 64 + (0, 4, 64)[how]
+        kept._store._bytes[place] ^= 7
+    else:  # beyond the end, another place, another size
+        index[row] += (1 << 50, 1 << 30, -1)[how - 3]
+
+
+class Killed(io.FileIO):
+    """Writes a part, and dies."""
+
+    def write(self, data):
+        super().write(data[:100])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_and_die(kept, number):
+    """As a worker that is killed while it keeps a sample."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_store, "open", lambda path, *_: Killed(path, "ab"), raising=False)
+        kept[number]
+
+
+STEPS = ["read", "read", "batch", "fork", "killed", "copy", "reopen", "key", "damage"]
+
+
+@settings(max_examples=40)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 5)), max_size=15),
+    in_memory=st.booleans(),
+)
+def test_any_order_of_reads_processes_damage_and_keys_gives_the_samples_and_builds_each_once(
+    steps, in_memory, tmp_path_factory
+):
+    folder, boot = tmp_path_factory.mktemp("caches"), 1
+
+    def opened(key):
+        dataset = Numbers(functools.partial(sample, key), 10)
+        return cached(dataset) if in_memory else cached(dataset, where=folder, key=key)
+
+    key, have, built = "a", {"a": set(), "b": set()}, Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_store, "_boot", lambda: boot)
+        caches = {key: opened(key) for key in have}
+        for step, number, more in [*steps, *(("read", number, 0) for number in range(10))]:
+            kept = caches[key]
+            numbers = [number, (number + more) % 10, number] if step == "batch" else [number]
+            if step in ("read", "batch", "fork"):
+                built[key] += len([one for one in numbers if one not in have[key]])
+                have[key].update(numbers)
+            match step:
+                case "read" | "batch":
+                    assert told(kept.__getitems__(numbers)) == told([sample(key, one) for one in numbers])
+                case "fork":
+                    assert in_fork(functools.partial(check, kept, numbers, functools.partial(sample, key))) == 0
+                case "killed":
+                    is_there = number in have[key]
+                    built[key] += not is_there
+                    expected = 0 if is_there else -signal.SIGKILL
+                    assert in_fork(functools.partial(read_and_die, kept, number)) == expected
+                case "copy":
+                    caches[key] = another(kept)
+                case "key":
+                    key = "b" if key == "a" else "a"
+                case "reopen" | "damage" if not in_memory:
+                    if step == "damage":  # it is noticed once the machine has started again
+                        damage(kept, number, more)
+                        have[key].discard(number)
+                        boot += 1
+                    caches[key] = opened(key)
+        stats = caches[key].stats()
+        assert (stats.present, stats.built) == (10, built[key])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_those_of_the_dataset(kind, place):
     dataset = Numbers(KINDS[kind])
@@ -119,20 +203,6 @@ def test_batches_are_read_at_once_and_missing_samples_built_at_once():
     dataset.__class__.__getitems__ = lambda self, indices: torch.tensor(indices)
     with pytest.raises(CacheError, match=r"must return a list of 2 samples, got Tensor"):
         kept.__getitems__([8, 9])
-
-
-def test_indices_are_those_of_a_sequence():
-    kept = cached(Numbers(labelled))
-    assert kept[np.int64(4)][1] == kept[torch.tensor(4)][1] == 4
-    assert [label for _, label in kept] == list(range(20))
-    for wrong in (20, -1):
-        with pytest.raises(IndexError, match=f"index {wrong} is out of range for 20 samples, which are counted from 0"):
-            kept[wrong]
-    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
-        kept["a"]
-    kept.dataset.count = 21
-    with pytest.raises(CacheError, match="had 20 samples and has 21 now; make a new cache"):
-        len(kept)
 
 
 # ---- or an error
@@ -239,29 +309,17 @@ def test_samples_of_all_kinds_are_compared_in_whole(kind):
     assert kept.stats().hits == 1
 
 
-def test_samples_of_a_dataset_that_has_changed_are_not_given(place):
+def test_samples_of_a_dataset_that_has_changed_are_not_given(place, monkeypatch):
+    """They are compared in another process, in this one if an attribute was set, and a share of all others."""
     dataset = Numbers(functools.partial(torch.full, (4,)))
     kept = cached(dataset, **place)
-    kept[2]
+    kept[2], kept[5]
     dataset.make = functools.partial(torch.full, (5,))
-    with pytest.raises(CacheError, match=r"sample 2 .* differs .* make a new cache, in a folder by another key="):
-        another(kept)[2]
-
-
-def test_a_dataset_that_is_changed_in_this_process_is_compared_at_once():
-    dataset = Numbers(labelled)
-    dataset.shift = 0
-    dataset.make = lambda index: index + dataset.shift
-    kept = cached(dataset)
-    for _ in range(2):
-        assert [*kept] == list(range(20))
-    assert dataset.asked == 20 + 2 + 1
-    dataset.shift = 1
-    with pytest.raises(CacheError, match="sample 5 of the cached Numbers differs"):
-        kept[5]
-
-
-def test_a_share_of_all_that_is_built_or_read_is_compared(monkeypatch):
+    for changed, number in (another(kept), 2), (kept, 5):
+        with pytest.raises(
+            CacheError, match=rf"sample {number} .* differs .* make a new cache, in a folder by another"
+        ):
+            changed[number]
     monkeypatch.setattr(module, "_READ", 10)
     monkeypatch.setattr(module, "_BUILT", 10)
     dataset = Numbers(labelled, 31)
@@ -314,10 +372,21 @@ def test_arguments_are_checked(error, words, arguments, options):
         cached(*arguments, **options)
 
 
-def test_sizes_have_units():
-    given = (4096, np.uint32(4096), "4096", "8.192kB", "1MB", "2 MiB", "20GB")
-    sizes = [cached([1], size).stats().max_bytes for size in given]
+def test_sizes_have_units_and_indices_are_those_of_a_sequence():
+    sizes = (4096, np.uint32(4096), "4096", "8.192kB", "1MB", "2 MiB", "20GB")
+    sizes = [cached([1], size).stats().max_bytes for size in sizes]
     assert sizes == [4096, 4096, 4096, 8192, 1_000_000, 2 << 20, 20_000_000_000]
+    kept = cached(Numbers(labelled))
+    assert kept[np.int64(4)][1] == kept[torch.tensor(4)][1] == 4
+    assert [label for _, label in kept] == list(range(20))
+    for wrong in (20, -1):
+        with pytest.raises(IndexError, match=f"index {wrong} is out of range for 20 samples, which are counted from 0"):
+            kept[wrong]
+    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
+        kept["a"]
+    kept.dataset.count = 21
+    with pytest.raises(CacheError, match="had 20 samples and has 21 now; make a new cache"):
+        len(kept)
 
 
 # ---- room
@@ -350,16 +419,27 @@ def test_memory_is_left_for_others(monkeypatch, caplog):
     assert caplog.text.count("is full: 16 of 20 samples") == caplog.text.count("is full") == 1
 
 
-def test_a_full_disk_ends_the_cache_and_no_more(place, caplog):
+def test_a_full_disk_ends_the_cache_and_no_more_and_there_may_be_room_later(place, caplog):
+    """The append that failed in the middle has left a part of a record."""
+
+    def make(i):
+        return b"%04d" % i * 2000
+
     def work():
-        kept = cached(Numbers(lambda i: b"%04d" % i * 2000), **place)
+        kept = cached(Numbers(make), **place)
         for _ in range(2):
-            check(kept, range(20), kept.dataset.make)
+            check(kept, range(20), make)
         stats = kept.stats()
         assert (stats.full, stats.present, stats.hits) == (True, 12, 12)
         assert caplog.text.count("is full: 12 of 20 samples") == 1
 
     limited(100_000, work)
+    if place:
+        kept = cached(Numbers(make), **place)
+        assert (kept.stats().present, kept.stats().full) == (12, False)
+        for _ in range(2):
+            check(kept, range(20), make)
+        assert kept.stats().present == 20
 
 
 def test_no_room_for_the_tables_is_an_error(place, monkeypatch):
@@ -378,14 +458,11 @@ def test_no_room_for_the_tables_is_an_error(place, monkeypatch):
 
 def test_the_verdict_counts_a_full_cache():
     busy = Period(batches=100, step=Times(100, 1.0), wait=Times(100, 9.0))
-    full = CacheStats(samples=100, present=60, full=True)
-    for stats, said in [
-        (LoaderStats(recent=busy, cache=full), True),
-        (LoaderStats(recent=busy, cache=dataclasses.replace(full, full=False)), False),
-        (LoaderStats(recent=busy), False),
-        (LoaderStats(recent=dataclasses.replace(busy, wait=Times(100, 0.01)), cache=full), False),
-    ]:
-        assert ("the cache is full: raise max_bytes" in verdict(stats)) == said
+    idle = dataclasses.replace(busy, wait=Times(100, 0.01))
+    full, kept = (CacheStats(samples=100, present=60, full=is_full) for is_full in (True, False))
+    for period, cache, said in (busy, full, True), (busy, kept, False), (busy, None, False), (idle, full, False):
+        verdict_of = verdict(LoaderStats(recent=period, cache=cache))
+        assert ("the cache is full: raise max_bytes" in verdict_of) == said
 
 
 # ---- processes and threads
@@ -417,28 +494,6 @@ def test_all_processes_and_threads_share_the_samples(place):
     assert stats.hits + stats.built <= 4 * 2 * 200  # two that read one sample at the same moment may count once
     check(kept, range(200), make)
     assert kept.stats().built == stats.built
-
-
-class Killed(io.FileIO):
-    """Writes a part, and dies."""
-
-    def write(self, data):
-        super().write(data[:100])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_writer_that_is_killed_leaves_nothing_half(place, monkeypatch):
-    kept = cached(Numbers(large), **place)
-    kept[0]
-
-    def work():
-        monkeypatch.setattr(sample_store, "open", lambda path, *_: Killed(path, "ab"), raising=False)
-        kept[1]
-
-    assert in_fork(work) == -signal.SIGKILL
-    assert (kept.stats().present, kept.stats().built) == (1, 2)
-    check(kept, [1, 1], large)
-    assert (kept.stats().present, kept.stats().built) == (2, 3)
 
 
 class Interrupts:
@@ -527,23 +582,6 @@ def test_of_files_that_are_made_at_the_same_moment_all_use_the_oldest(monkeypatc
     monkeypatch.setattr(module, "_oldest", lambda prefix: oldest(prefix) if looks else looks.append(prefix))
     copied = module.CachedDataset(kept.dataset, there, 10, 10_000)
     assert copied._file.address.name == others[1].address.name
-
-
-def test_a_number_that_has_become_another_file_s_is_not_taken(monkeypatch, tmp_path):
-    victim = os.open(tmp_path / "victim", os.O_RDWR | os.O_CREAT)
-    fd = os.memfd_create("rayloader-cache-raced-0")
-    opened = os.open
-
-    def raced(path, *options):
-        os.dup2(victim, fd)
-        return opened(path, *options)
-
-    monkeypatch.setattr(os, "open", raced)
-    try:
-        assert module._oldest("rayloader-cache-raced-") is None
-    finally:
-        os.close(fd)
-        os.close(victim)
 
 
 def test_nothing_is_left_of_a_cache_that_is_dropped(place):
