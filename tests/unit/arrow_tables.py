@@ -99,8 +99,6 @@ def categories(kind, part, index=None, count=100):
             return stored
         case "list":
             return pa.ListArray.from_arrays(pairs, stored)
-        case "fixed":
-            return pa.FixedSizeListArray.from_arrays(stored, 2)
         case "struct":
             return pa.StructArray.from_arrays([stored, pa.array(range(100))], ["word", "number"])
         case "map":
@@ -108,7 +106,7 @@ def categories(kind, part, index=None, count=100):
 
 
 CATEGORIES = [
-    *((kind, pa.int8()) for kind in ("ordered", "list", "fixed", "struct", "map")),
+    *((kind, pa.int8()) for kind in ("ordered", "list", "struct", "map")),
     *(("plain", index) for index in INDICES),
 ]
 PARTS = range(3)  # of a column, each of which has other values
