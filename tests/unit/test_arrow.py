@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pyarrow import feather
 from torch.utils.data import default_collate
 
-import programs
 import rayloader
 from arrow_tables import CATEGORIES, INDICES, PARTS, TYPES, categories, collated, plain, source_of, value_of
 from rayloader import ArrowDataset, ParquetStream, ReplicaError
@@ -128,16 +127,6 @@ def test_dictionaries_that_need_wider_indices_together(kind, index, how, tmp_pat
         batch = default_collate(rows)["x"]
         assert [plain(row["x"]) for row in rows] == expected
         assert as_ == "tensors" or batch.to_pylist() == default_collate(touched(rows))["x"].to_pylist() == expected
-
-
-def test_files_whose_dictionaries_have_other_index_types(tmp_path):
-    """As pandas writes them, by the number of categories in each file."""
-    for index, count in INDICES.items():
-        feather.write_feather(
-            pa.table({"x": categories("plain", count, index, count)}), tmp_path / f"{count:06}.arrow", "uncompressed"
-        )
-    dataset = ArrowDataset(tmp_path)
-    assert [dataset[place]["x"] for place in (0, 199, -1)] == ["word 100-0", "word 200-198", "word 50000-49500"]
 
 
 # ---- rows
@@ -347,19 +336,7 @@ def test_what_is_no_whole_file_or_compressed_is_named(how, tmp_path):
         ArrowDataset(tmp_path)
 
 
-def test_importing_rayloader_leaves_pyarrow_alone_and_what_needs_it_says_so(monkeypatch):
-    program = """
-import inspect
-import sys
-import rayloader
-from rayloader import *
-inspect.getmembers(rayloader)
-assert "pyarrow" not in sys.modules
-assert rayloader.ArrowDataset.__name__ == "ArrowDataset" and rayloader.ParquetStream.__name__ == "ParquetStream"
-assert "pyarrow" in sys.modules
-"""
-    done = programs.run(program)
-    assert (done.stderr, done.returncode) == ("", 0)
+def test_what_needs_pyarrow_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for module in ("arrow", "columns", "parquet"):
         monkeypatch.delitem(sys.modules, f"rayloader.data.{module}", raising=False)

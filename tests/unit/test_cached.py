@@ -18,7 +18,6 @@ import pickle
 import random
 import secrets
 import signal
-import sys
 import threading
 from collections import Counter, namedtuple
 from pathlib import Path
@@ -471,43 +470,6 @@ def test_all_processes_and_threads_share_the_samples(place):
     assert stats.hits + stats.built <= 4 * 2 * 200  # two that read one sample at the same moment may count once
     check(kept, range(200), make)
     assert kept.stats().built == stats.built
-
-
-class Interrupts:
-    """Raises at the `left`-th place of the store where Python handles signals: at a function's entry, after a call."""
-
-    def __init__(self, left):
-        self.left = left
-
-    def __enter__(self):
-        sys.setprofile(self.event)
-
-    def __exit__(self, *_):
-        sys.setprofile(None)
-
-    def event(self, frame, event, argument):
-        if event in ("call", "return", "c_return") and frame.f_code.co_filename == sample_store.__file__ and self.left:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file")
-def test_an_interrupt_at_any_place_leaves_a_cache_that_serves(place):
-    kept = cached(Numbers(labelled, 1000), **place)
-    kept[0], kept[1], kept[2]  # the first ones are compared
-    interrupts = 0
-    for number in range(3, 1000):
-        try:
-            with Interrupts(number - 2):
-                kept[number]
-            break
-        except KeyboardInterrupt:
-            interrupts += 1
-    assert interrupts > 20
-    for _ in range(2):
-        check(kept, range(number + 1), labelled)
-    assert kept.stats().present == number + 1
 
 
 def test_the_processes_of_another_node_share_a_file_of_their_own():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import rayloader
@@ -329,11 +329,14 @@ class Asked:
         return index
 
 
+def arguments_of(kind, plan):
+    sampling = {"sampler": plan, "batch_size": 4} if kind == "mixture" else {"batch_sampler": plan}
+    return {"dataset": Asked(), "collate_fn": list, **sampling}
+
+
 def loader_of(kind, states=None, **options):
     """A loader whose epoch has at least 17 batches."""
-    plan = PLANS[kind](SIZES * 4)
-    sampling = {"sampler": plan, "batch_size": 4} if kind == "mixture" else {"batch_sampler": plan}
-    loader = rayloader.DataLoader(Asked(), collate_fn=list, **sampling, **options)
+    loader = rayloader.DataLoader(**arguments_of(kind, PLANS[kind](SIZES * 4)), **options)
     if states is None:
         loader.set_epoch(1)
     else:
@@ -362,6 +365,21 @@ def test_what_ranks_have_not_taken_goes_to_any_other_number_of_ranks(kind, world
     assert not whole - seen
     if kind not in ("mixture", "concat"):  # of concat, a part may be cut in two where there are more ranks
         assert (seen - whole).total() <= len(worlds) * max(map(len, PLANS[kind](SIZES * 4)))
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_torchs_loader_has_the_part_of_a_rank_and_ours_a_step_again_or_without_some(kind):
+    part = PLANS[kind](SIZES * 4).for_rank(3, 1)
+    assert isinstance(part, DistributedSampler)  # frameworks leave these alone
+    part.set_epoch(1)
+    ours = loader_of(kind, num_replicas=3, rank=1)
+    assert [*TorchDataLoader(**arguments_of(kind, part))] == [*ours]
+    with pytest.warns(UserWarning, match="this epoch has the same random order"):
+        next(iter(ours))
+    whole, fresh = [*loader_of(kind)], loader_of(kind)
+    assert fresh.batch_at(0, 3, state=fresh.state_dict()) == whole[3]
+    skipping = loader_of(kind, skip_steps=[1, 3])
+    assert [*skipping] == [batch for step, batch in enumerate(whole) if step not in (1, 3)]
 
 
 # ---- readers at the same time
