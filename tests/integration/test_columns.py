@@ -10,7 +10,7 @@ import pyarrow.feather
 import pytest
 import torch
 from pyarrow import parquet
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import default_collate
 
 import rayloader
 from inside import kill_worker
@@ -30,7 +30,6 @@ ROWS = 400
 KINDS = ["fork", "ray"]
 SOURCES = ["table", "mapped"]
 STREAMS = ["in order", "groups", "buffer"]
-persistent = pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.full)])
 
 
 def by_turns(first, second):
@@ -48,11 +47,8 @@ def table():
     return pa.table(
         {
             "i": np.arange(ROWS),
-            "x": generator.random(ROWS, np.float32),
-            "b": generator.random(ROWS) < 0.5,
             "v": pa.FixedSizeListArray.from_arrays(generator.random(3 * ROWS, np.float32), 3),
             "tokens": [list(range(k % 7)) for k in range(ROWS)],
-            "text": [f"text {k}" for k in range(ROWS)],
             "image": [bytes([k % 256] * 4) for k in range(ROWS)],
             "s": [{"a": k, "b": {"c": str(k)}} for k in range(ROWS)],
         }
@@ -61,28 +57,22 @@ def table():
 
 @pytest.fixture(scope="module")
 def folder(table, tmp_path_factory):
-    """Four files of four row groups each."""
+    """Four files of four row groups each, and all in one of Arrow's."""
     folder = tmp_path_factory.mktemp("files")
     for number in range(4):
         parquet.write_table(table.slice(100 * number, 100), folder / f"{number}.parquet", row_group_size=25)
+    pyarrow.feather.write_feather(table, folder / "_table.arrow", "uncompressed", chunksize=64)
     return folder
 
 
-@pytest.fixture(scope="module")
-def arrow_file(table, tmp_path_factory):
-    path = tmp_path_factory.mktemp("arrow") / "table.arrow"
-    pyarrow.feather.write_feather(table, path, "uncompressed", chunksize=64)
-    return path
-
-
 @pytest.fixture
-def make(request, table, arrow_file, folder):
+def make(request, table, folder):
     """Makes the dataset of a kind: of each source, and streams in order, of shuffled row groups, or from a buffer."""
     match request.param:
         case "table":
             return lambda: ArrowDataset(table)
         case "mapped":
-            return lambda: ArrowDataset(arrow_file)
+            return lambda: ArrowDataset(folder / "_table.arrow")
     return lambda: stream_of(folder, request.param)
 
 
@@ -99,26 +89,27 @@ def numbers(batches):
     return [number for batch in batches for number in batch["i"].tolist()]
 
 
-def workers_of(kind, count=2):
-    return {} if kind is None else {"num_workers": count, "workers": kind}
-
-
 def ours(dataset, workers, batch_size=16, num_workers=2, **options):
     """Our loader, with these workers; `workers` is None for none."""
-    return rayloader.DataLoader(dataset, batch_size, **workers_of(workers, num_workers), **options)
+    chosen = {} if workers is None else {"num_workers": num_workers, "workers": workers}
+    return rayloader.DataLoader(dataset, batch_size, **chosen, **options)
+
+
+def shuffled(loader_class, dataset, *arguments, **options):
+    """A loader of it, in random order if it is no stream."""
+    torch.manual_seed(3)
+    return loader_class(dataset, *arguments, shuffle=True if isinstance(dataset, ArrowDataset) else None, **options)
 
 
 @pytest.mark.parametrize(("workers", "make"), by_turns([None, *KINDS], [*SOURCES, *STREAMS]), indirect=["make"])
-def test_batches_are_those_of_torchs_loader_to_the_bit(make, workers):
-    def load(kind, **options):
-        torch.manual_seed(3)
-        dataset = make()
-        shuffle = True if isinstance(dataset, ArrowDataset) else None
-        return list(kind(dataset, batch_size=24, shuffle=shuffle, **options))
-
-    expected = load(TorchDataLoader, **(FORKED if workers else {}))
+def test_batches_are_those_of_torchs_loader_to_the_bit_and_a_killed_worker_changes_nothing(make, workers):
+    expected = list(shuffled(TorchDataLoader, make(), 10, **(FORKED if workers else {})))
     assert sorted(numbers(expected)) == list(range(ROWS))
-    assert taken(load(rayloader.DataLoader, **workers_of(workers))) == taken(expected)
+    iterator = iter(shuffled(ours, make(), workers, 10))
+    found = taken(itertools.islice(iterator, 9))
+    if workers:
+        kill_worker(iterator)
+    assert found + taken(iterator) == taken(expected)
 
 
 def as_samples(rows):
@@ -131,20 +122,24 @@ def as_samples(rows):
 
 
 @pytest.mark.parametrize(("workers", "make"), by_turns(KINDS, SOURCES), indirect=["make"])
-def test_a_collate_fn_sees_rows(make, workers, table):
+def test_a_collate_fn_sees_rows_and_workers_map_the_file(make, workers, table):
     dataset = make()
-    (whole,) = TorchDataLoader(dataset, ROWS, collate_fn=as_samples)
-    assert whole.keys() == {*table.column_names, "length"} - {"tokens"}
-    assert (whole["image"].shape, whole["x"].tolist()) == ((ROWS, 4), table["x"].to_pylist())
-    assert taken(ours(dataset, workers, collate_fn=as_samples)) == taken(
-        TorchDataLoader(dataset, 16, collate_fn=as_samples)
-    )
-    lists = list(ours(Subset(dataset, range(4)), workers, 2, collate_fn=list))
-    assert [dict(row)["text"] for rows in lists for row in rows] == [f"text {k}" for k in range(4)]
-    assert told(default_collate(lists[1])["tokens"]) == told([torch.arange(2), torch.arange(3)])
+    expected = TorchDataLoader(dataset, 16, collate_fn=as_samples)
+    assert taken(ours(dataset, workers, collate_fn=as_samples)) == taken(expected)
     rows = list(ours(dataset, workers, batch_size=None))
     assert [row["i"].item() for row in rows] == list(range(ROWS))
     assert rows[7]["s"]["b"]["c"] == "7"
+    if dataset._files:
+        *_, (mapped, private) = ours(dataset, workers, collate_fn=resident)
+        assert (mapped >= 1, private) == (True, 0)
+
+
+def resident(rows):
+    """How often the file is mapped in this process, and the KiB of it that are a copy of the process's own."""
+    lines = Path("/proc/self/smaps").read_text().split("\n")
+    found = [lines[n + 1 :] for n, line in enumerate(lines) if line.endswith("_table.arrow")]
+    written = [next(line for line in part if line.startswith("Private_Dirty:")) for part in found]
+    return len(found), sum(int(line.split()[1]) for line in written)
 
 
 @pytest.mark.parametrize("workers", KINDS)
@@ -157,42 +152,6 @@ def test_a_null_is_skipped_or_named_and_arrow_has_a_form_for_it(workers):
         list(ours(ArrowDataset(table), workers, 2))
     (batch,) = ours(ArrowDataset(table, as_="arrow"), workers)
     assert batch["i"].equals(table["i"].combine_chunks())
-
-
-def resident(rows):
-    """How often the file is mapped in this process, and the KiB of it that are a copy of the process's own."""
-    lines = Path("/proc/self/smaps").read_text().split("\n")
-    found = [lines[n + 1 :] for n, line in enumerate(lines) if line.endswith("large.arrow")]
-    written = [next(line for line in part if line.startswith("Private_Dirty:")) for part in found]
-    return torch.tensor([len(found), sum(int(line.split()[1]) for line in written)])
-
-
-@pytest.mark.parametrize("workers", KINDS)
-def test_workers_map_the_file_and_have_no_copy(workers, tmp_path):
-    path = tmp_path / "large.arrow"
-    pyarrow.feather.write_feather(pa.table({"x": np.random.rand(20_000, 1)[:, 0]}), path, "uncompressed")
-    for batch in ours(ArrowDataset(path), workers, 512, collate_fn=resident):
-        mapped, private = batch.tolist()
-    assert mapped >= 1
-    assert private == 0
-
-
-@pytest.mark.parametrize(("workers", "make"), by_turns(KINDS, [*SOURCES, *STREAMS]), indirect=["make"])
-@persistent
-def test_a_killed_worker_changes_nothing(make, workers, persistent):
-    def load():
-        torch.manual_seed(3)
-        dataset = make()
-        shuffle = True if isinstance(dataset, ArrowDataset) else None
-        return ours(dataset, workers, 10, persistent_workers=persistent, shuffle=shuffle)
-
-    loader = load()
-    expected = [taken(loader) for _ in range(2)]
-    loader = load()
-    iterator = iter(loader)
-    found = taken(itertools.islice(iterator, 9))
-    kill_worker(iterator)
-    assert [found + taken(iterator), taken(loader)] == expected
 
 
 # ---- streams
@@ -222,83 +181,39 @@ def test_epochs_differ_and_a_state_in_the_middle_of_one_continues_it(folder, kin
         assert sorted(numbers(resumed)) == list(range(ROWS))
     else:
         assert taken(resumed) == first
-    if kind == "groups":
-        stream = stream_of(folder, kind)
-        stream.set_epoch(2)
-        assert taken(TorchDataLoader(stream, 10, **(FORKED if workers else {}))) == second
 
 
-@pytest.mark.parametrize("workers", [None, *KINDS])
-@pytest.mark.parametrize("equal_steps", [None, "cut", "pad"])
+@pytest.mark.parametrize(("workers", "equal_steps"), by_turns([None, *KINDS], [None, "cut", "pad"]))
 def test_ranks_and_workers_divide_the_rows_and_may_have_equal_steps(folder, workers, equal_steps):
-    def rank(number):
-        stream = stream_of(folder, "buffer", equal_steps=equal_steps)
-        return list(ours(stream, workers, 9, num_replicas=3, rank=number))
-
-    ranks = [rank(number) for number in range(3)]
+    stream = stream_of(folder, "buffer", equal_steps=equal_steps)
+    ranks = [list(ours(stream, workers, 9, num_replicas=3, rank=number)) for number in range(3)]
     rows = [number for batches in ranks for number in numbers(batches)]
-    if equal_steps is None:
-        assert all(ranks)
-        assert sorted(rows) == list(range(ROWS))
-        return
-    assert len({len(batches) for batches in ranks}) == 1
     count = 3 if workers is None else 6
-    assert len(rows) == (ROWS // count if equal_steps == "cut" else -(-ROWS // count)) * count
+    assert len(rows) == {None: ROWS, "cut": ROWS // count * count, "pad": -(-ROWS // count) * count}[equal_steps]
     assert len(set(rows)) == min(len(rows), ROWS)
+    assert equal_steps is None or len({len(batches) for batches in ranks}) == 1
 
 
 def test_a_worker_of_torchs_loader_that_does_not_know_its_rank_is_an_error(folder, monkeypatch):
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    stream = ParquetStream(folder, columns=["i"])
+    assert taken(TorchDataLoader(stream, 50, **spawned)) == taken(TorchDataLoader(stream, 50))
     monkeypatch.setattr("rayloader.data.parquet.trains_in_a_group", lambda: True)
     with pytest.raises(rayloader.RayloaderError, match="does not know the rank of a worker of torch's own DataLoader"):
         list(TorchDataLoader(ParquetStream(folder), 4, **FORKED))
-
-
-@pytest.mark.parametrize("workers", [None, *KINDS])
-def test_a_row_group_that_cannot_be_read(table, workers, tmp_path):
-    path = tmp_path / "0.parquet"
-    parquet.write_table(table, path, row_group_size=25)
-    column = parquet.read_metadata(path).row_group(9).column(0)
-    with open(path, "r+b") as file:
-        file.seek(column.dictionary_page_offset)
-        file.write(b"\xff" * column.total_compressed_size)
-    with pytest.raises(rayloader.RayloaderError, match=r"row group 9 of .*0\.parquet cannot be read"):
-        list(ours(ParquetStream(tmp_path), workers))
-    for kind in "groups", "buffer":
-        loader = ours(stream_of(tmp_path, kind), workers, on_error="skip")  # the loader counts what it skips
-        assert sorted(numbers(loader)) == [*range(225), *range(250, ROWS)]
-        assert loader.skipped == 1
-
-
-@pytest.mark.parametrize("workers", KINDS)
-def test_an_epoch_that_is_broken_off_leaves_its_workers_as_they_were(folder, workers, caplog):
-    loader = ours(stream_of(folder, "buffer"), workers, 4)
-    for _ in range(2):
-        assert len(list(itertools.islice(loader, 2))) == 2
-    assert sorted(numbers(loader)) == list(range(ROWS))
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("count", [0, 2])
 def test_torchdatas_loader_continues_too(folder, count):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def load():
-        torch.manual_seed(3)
-        return stateful(stream_of(folder, "buffer"), 10, num_workers=count)
-
-    loader = load()
+    loader, resumed = (shuffled(stateful, stream_of(folder, "buffer"), 10, num_workers=count) for _ in range(2))
+    torch.manual_seed(3)
     iterator = iter(loader)
     head = taken(itertools.islice(iterator, 13))
     state = pickle.loads(pickle.dumps(loader.state_dict()))
     rest = taken(iterator)
-    assert head + rest == taken(rayloader.DataLoader(load().dataset, 10, num_workers=count, workers="fork"))
-    resumed = load()
+    expected = shuffled(rayloader.DataLoader, stream_of(folder, "buffer"), 10, num_workers=count, workers="fork")
+    assert head + rest == taken(expected)
     resumed.load_state_dict(state)
     assert taken(resumed) == rest
-
-
-def test_spawned_workers_of_torchs(folder):
-    stream = ParquetStream(folder, columns=["i", "x"])
-    spawned = TorchDataLoader(stream, 50, num_workers=1, multiprocessing_context="spawn")
-    assert taken(spawned) == taken(TorchDataLoader(stream, 50))

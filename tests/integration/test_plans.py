@@ -1,14 +1,12 @@
-"""Plans in loaders: torch's, ours with any number of workers and ranks; states, skips, batches again."""
+"""Plans in loaders with workers: states go on with any number of them; the rest is in unit/test_plans.py."""
 
 import itertools
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, DistributedSampler
-from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import ConcatDataset, Dataset
 
 from probes import oversubscribed
 from rayloader import DataLoader, StateError
@@ -35,27 +33,18 @@ def numbers(samples):
 
 PLANS = {
     "budget": lambda sizes=SIZES, **options: TokenBudget(sizes, 60, window=32, **{"seed": 3, **options}),
-    "best-fit": lambda **options: Packing(SIZES, 60, seed=3, **options),
-    "concat": lambda **options: Packing(SIZES, 20, algorithm="concat", **options),
-    "mixture": lambda **options: Mixture([60, 40], [0.3, 0.7], epoch_size=96, **options),
+    "mixture": lambda: Mixture([60, 40], [0.3, 0.7], epoch_size=96),
+    "concat": lambda: Packing(SIZES, 20, algorithm="concat"),
 }
-kinds = pytest.mark.parametrize("kind", [*PLANS])
-some = pytest.mark.parametrize(
-    "kind", ["budget", "mixture", *(pytest.param(k, marks=FULL) for k in ("best-fit", "concat"))]
-)
-
-
-def given(kind, plan=None):
-    """The arguments of a loader."""
-    plan = PLANS[kind]() if plan is None else plan
-    if kind == "mixture":
-        return {"dataset": ConcatDataset([range(60), range(60, 100)]), "sampler": plan, "batch_size": 4}
-    dataset = Cuts(Texts()) if kind == "concat" else Texts()
-    return {"dataset": dataset, "batch_sampler": plan, "collate_fn": numbers}
 
 
 def made(kind, num_workers=0, plan=None, **options):
-    return DataLoader(**given(kind, plan), num_workers=num_workers, workers="fork", seeding="batch", **options)
+    plan = PLANS[kind]() if plan is None else plan
+    options |= {"num_workers": num_workers, "workers": "fork", "seeding": "batch"}
+    if kind == "mixture":
+        return DataLoader(ConcatDataset([range(60), range(60, 100)]), sampler=plan, batch_size=4, **options)
+    dataset = Cuts(Texts()) if kind == "concat" else Texts()
+    return DataLoader(dataset, batch_sampler=plan, collate_fn=numbers, **options)
 
 
 def batches(loader, epoch=None):
@@ -64,98 +53,30 @@ def batches(loader, epoch=None):
     return [batch.tolist() for batch in loader]
 
 
-def taken(loader, count):
-    """The first batches, and the state after them."""
-    iterator = iter(loader)
-    found = [next(iterator).tolist() for _ in range(count)]
-    return found, loader.state_dict()
-
-
-@some
-def test_the_batches_are_torchs_with_any_number_of_workers(kind):
-    expected = batches(TorchDataLoader(**given(kind)))
-    assert batches(made(kind)) == batches(made(kind, 2)) == expected
-    assert batches(made(kind), epoch=1) != expected
-    assert len(made(kind)) == len(expected)
-
-
-@kinds
-def test_torchs_own_loader_has_the_part_of_a_rank(kind):
-    loaders = []
-    for rank in range(3):
-        part = PLANS[kind]().for_rank(3, rank)
-        assert isinstance(part, DistributedSampler)  # frameworks leave these alone
-        part.set_epoch(2)
-        loaders.append(TorchDataLoader(**given(kind, part)))
-    ours = [made(kind, num_replicas=3, rank=rank) for rank in range(3)]
-    assert [batches(loader) for loader in loaders] == [batches(loader, epoch=2) for loader in ours]
-    assert len({len(loader) for loader in loaders}) == 1
-
-
-@some
-@pytest.mark.parametrize("workers", [(0, 2), pytest.param((2, 0), marks=FULL), pytest.param((3, 1), marks=FULL)])
+@pytest.mark.parametrize("kind", ["budget", "mixture", pytest.param("concat", marks=FULL)])
+@pytest.mark.parametrize("workers", [(0, 2), (2, 0), pytest.param((3, 1), marks=FULL)])
 def test_it_goes_on_at_any_step_with_another_number_of_workers(kind, workers):
     before, after = workers
     whole = batches(made(kind, before), epoch=4)
     for count in random.Random(kind).sample(range(len(whole)), 2):
         loader = made(kind, before)
         loader.set_epoch(4)
-        found, state = taken(loader, count)
+        iterator = iter(loader)
+        found = [batch.tolist() for batch in itertools.islice(iterator, count)]
         rest = made(kind, after)
-        rest.load_state_dict(state)
+        rest.load_state_dict(loader.state_dict())
         assert found + batches(rest) == whole
-        assert batches(rest, epoch=5) == batches(made(kind), epoch=5)
-
-
-@kinds
-@pytest.mark.parametrize(
-    "worlds", [(3, 2, 4), pytest.param((4, 1, 3), marks=FULL), pytest.param((1, 5, 2), marks=FULL)]
-)
-def test_what_ranks_have_not_taken_goes_to_any_other_number_of_ranks(kind, worlds):
-    states, seen = None, Counter()
-    whole = Counter(itertools.chain(*batches(made(kind), epoch=1)))
-    for number, world in enumerate(worlds):
-        last, stepped = number == len(worlds) - 1, []
-        for rank in range(world):
-            loader = made(kind, num_replicas=world, rank=rank)
-            if states is None:
-                loader.set_epoch(1)
-            else:
-                loader.load_state_dict(states)
-            found, state = (batches(loader), None) if last else taken(loader, 2)
-            seen.update(itertools.chain(*found))
-            stepped.append((len(found), state))
-        assert len({steps for steps, _ in stepped}) == 1
-        states = [state for _, state in stepped]
-    assert not whole - seen
-    if kind != "mixture" and kind != "concat":  # of concat, a part may be cut in two where there are more ranks
-        assert (seen - whole).total() <= 2 * max(map(len, PLANS[kind]()))
-
-
-@some
-def test_a_step_again_and_steps_that_are_skipped(kind):
-    whole = batches(made(kind, 2), epoch=2)
-    fresh = made(kind, 2)
-    fresh.set_epoch(2)
-    assert fresh.batch_at(0, 3, state=fresh.state_dict()).tolist() == whole[3]
-    skipping = made(kind, 2, skip_steps=[1, 3])
-    assert batches(skipping, epoch=2) == [batch for step, batch in enumerate(whole) if step not in (1, 3)]
-
-
-def test_who_repeats_an_epoch_is_warned():
-    loader = made("budget", num_replicas=2, rank=0)
-    batches(loader)
-    with pytest.warns(UserWarning, match="this epoch has the same random order"):
-        batches(loader)
+        assert batches(rest, epoch=5) == batches(made(kind), epoch=5) != whole
 
 
 def test_a_state_is_for_the_plan_that_was_saved():
-    _, state = taken(made("budget"), 2)
+    loader = made("budget")
+    next(iter(loader))
     for other in (PLANS["budget"](seed=4), PLANS["budget"](SIZES[::-1])):
-        loader = made("budget", plan=other)
-        loader.load_state_dict(state)
+        again = made("budget", plan=other)
+        again.load_state_dict(loader.state_dict())
         with pytest.raises(StateError, match="the sampler did not reproduce its indices"):
-            iter(loader)
+            iter(again)
 
 
 def test_lengths_are_computed_and_packs_made_by_workers():

@@ -4,7 +4,6 @@ import collections
 import functools
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -12,13 +11,11 @@ import torch
 import torch.utils.data
 
 import rayloader.actors.actors
-from inside import kill_worker
 from probes import Calls, Stream, load
 from rayloader import DataLoader
 from rayloader.actors import pool
-from rayloader.epoch import ahead, engine
 from rayloader.observe.stats import nbytes
-from simulated_device import DEVICE, LIMIT_S, SimulatedAccelerator
+from simulated_device import LIMIT_S, SimulatedAccelerator
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 LARGE = 50_000  # numbers: more than a small buffer
@@ -89,63 +86,6 @@ def test_without_room_for_locked_memory_a_thread_copies_and_a_warning_says_why(a
     assert not accelerator.can_register
 
 
-class Clock:
-    """The clock of the engine and of the thread ahead."""
-
-    passed = 0.0
-    perf_counter = time.perf_counter
-
-    def monotonic(self):
-        return time.monotonic() + self.passed
-
-
-def test_page_locking_does_not_count_towards_the_timeout(accelerator, monkeypatch):
-    clock, asked = Clock(), threading.Semaphore(0)
-    deadline, register = engine.Engine._deadline, accelerator.register
-
-    def slow(address, nbytes):
-        monkeypatch.setattr(accelerator, "register", register)
-        clock.passed += 1000.0
-        while asked.acquire(blocking=False):
-            pass
-        for _ in range(4):  # the program looks at the clock again, and waits on
-            assert asked.acquire(timeout=LIMIT_S)
-        register(address, nbytes)
-
-    for module in (engine, ahead):
-        monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(engine.Engine, "_deadline", lambda *args: asked.release() or deadline(*args))
-    monkeypatch.setattr(accelerator, "register", slow)
-    assert any(seen(accelerator, load(large, 60, num_workers=1, timeout=500, prefetch_factor=2, **PIN)))
-    assert clock.passed == 1000.0
-
-
-@pytest.mark.parametrize("arenas", [True, False])
-def test_batches_may_be_dropped_and_workers_killed_while_the_programs_own_copies_are_pending(accelerator, arenas):
-    copies, iterator = [], iter(load(large, 60, num_workers=2, arenas=arenas, **PIN))
-    for batch in iterator:
-        copies.append(accelerator.copy(batch, DEVICE))  # as by batch.to("cuda", non_blocking=True)
-        del batch
-        if len(copies) in (20, 40):
-            kill_worker(iterator, len(copies) // 40)
-        if len(copies) > 3:
-            accelerator.advance()
-    accelerator.advance(60)
-    assert values(copies) == list(range(60))
-
-
-@pytest.mark.parametrize("arenas", [True, False])
-def test_graphs_may_be_captured_within_the_loop(accelerator, arenas):
-    """The simulated accelerator notes what would make them invalid."""
-    found = []
-    for batch in load(large, 40, num_workers=2, arenas=arenas, **MOVE):
-        accelerator.captures = True
-        found += values([batch])
-        accelerator.wait_for(queued=min(40, len(found) + 2))  # the thread ahead goes on meanwhile
-        accelerator.captures = False
-    assert found == list(range(40))
-
-
 # Order, and how far ahead
 
 
@@ -161,19 +101,24 @@ def test_batches_are_pinned_in_order_in_one_thread_for_the_current_device(monkey
     assert (sorted(map(int, batches)), accelerator.pinned) == ([0, 1, 10, 11, 12], 15)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
-def test_batches_are_copied_to_the_device_in_order_and_their_state_is_what_was_taken(accelerator, device):
-    loader = load(large, 8, num_workers=2, device=device)
-    assert loader.device == device
-    iterator = iter(loader)
-    assert values([next(iterator), next(iterator)]) == [0, 1]
-    accelerator.wait_for(queued=4)
-    state = loader.state_dict()
-    assert values(list(iterator)) == list(range(2, 8))
-    assert (accelerator.queued, accelerator.waits, accelerator.pinned) == (8, 8, 0)
-    again = load(large, 8, num_workers=2)
+@pytest.mark.parametrize("arenas", [True, False])
+def test_batches_are_copied_in_order_while_graphs_are_captured_and_the_state_is_what_was_taken(accelerator, arenas):
+    """The simulated accelerator notes what would make the graphs invalid."""
+    loader = load(large, 40, num_workers=2, arenas=arenas, **MOVE)
+    assert loader.device == "cuda"
+    found = []
+    for batch in loader:
+        accelerator.captures = True
+        found += values([batch])
+        accelerator.wait_for(queued=min(40, len(found) + 2))  # the thread ahead goes on meanwhile
+        accelerator.captures = False
+        if len(found) == 10:
+            state = loader.state_dict()
+    assert found == list(range(40))
+    assert (accelerator.queued, accelerator.waits, accelerator.pinned) == (40, 40, 0)
+    again = load(large, 40, num_workers=2)
     again.load_state_dict(state)
-    assert values(list(again)) == list(range(2, 8))
+    assert values(list(again)) == list(range(10, 40))
 
 
 @pytest.mark.parametrize(
@@ -263,47 +208,6 @@ def test_an_error_comes_in_its_turn_and_ends_no_loop(accelerator, error, text, k
     assert next(iterator).index == 2
 
 
-def endless_at_1(index):
-    batch = [torch.tensor(index)]
-    if index == 1:
-        batch.append(batch)
-    return batch
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@both
-def test_a_list_that_contains_itself_is_an_error_in_its_turn_as_in_torchs_pinning(accelerator, options, num_workers):
-    iterator = iter(load(endless_at_1, 3, num_workers=num_workers, **options))
-    assert next(iterator) == [torch.tensor(0)]
-    with pytest.raises(RecursionError):
-        next(iterator)
-    assert next(iterator) == [torch.tensor(2)]
-
-
-@both
-def test_errors_of_workers_and_of_the_thread_ahead_reach_the_user(accelerator, monkeypatch, options):
-    iterator = iter(load(lambda index: torch.tensor(6 // (index - 1)), 3, num_workers=2, **options))
-    assert next(iterator).item() == -6
-    with pytest.raises(ZeroDivisionError, match=r"Caught ZeroDivisionError in DataLoader worker process 1\."):
-        next(iterator)
-    assert next(iterator).item() == 6
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: 1 // 0)
-    iterator = iter(load(torch.tensor, 3, num_workers=1, **options))
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            next(iterator)
-
-
-def test_a_timeout_counts_while_pinning_too(accelerator):
-    gate = threading.Event()
-    accelerator.at = lambda count: gate.wait(LIMIT_S)
-    iterator = iter(load(torch.tensor, 1, timeout=1, **PIN))
-    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 1 seconds"):
-        next(iterator)
-    gate.set()
-    assert next(iterator).item() == 0
-
-
 def threads_ahead():
     return [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
 
@@ -329,37 +233,16 @@ def test_an_epoch_that_is_broken_off_or_finished_leaves_no_thread(accelerator, o
     assert len(list(iterator)) == 4
     thread.join(LIMIT_S)
     assert not thread.is_alive()
+    iter(load(large, 4, num_workers=2, device="cpu"))
+    assert threads_ahead() == []
 
 
 # Which device
 
 
-def test_an_iterator_that_pins_is_collected_by_reference_count(accelerator):
-    gc.collect()
-    gc.disable()
-    try:
-        iterator = iter(DataLoader(torch.arange(8), num_workers=2, pin_memory=True))
-        next(iterator)
-        dead = weakref.ref(iterator)
-        del iterator
-        assert dead() is None
-    finally:
-        gc.enable()
-
-
-def test_on_the_cpu_nothing_is_done():
-    iterator = iter(load(large, 4, num_workers=2, device="cpu"))
-    assert threads_ahead() == []
-    assert values(list(iterator)) == [0, 1, 2, 3]
-
-
-def test_without_workers_batches_are_moved_when_they_are_asked_for(accelerator):
-    assert [batch.tolist() for batch in DataLoader(range(4), 2, **MOVE)] == [[0, 1], [2, 3]]
-    assert accelerator.moved == 2
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_device_that_is_not_there_is_an_error_that_says_so(monkeypatch, num_workers):
+    assert values(list(load(large, 2, num_workers=num_workers, device="cpu"))) == [0, 1]  # where nothing is done
     accelerator, before = SimulatedAccelerator(), torch.get_rng_state()
     for device, found in [
         ("cuda", "none; leave it out"),
@@ -371,6 +254,8 @@ def test_a_device_that_is_not_there_is_an_error_that_says_so(monkeypatch, num_wo
             iter(loader)
         accelerator.install(monkeypatch)
     assert torch.get_rng_state().equal(before)
+    assert [batch.tolist() for batch in DataLoader(range(4), 2, **MOVE)] == [[0, 1], [2, 3]]
+    assert accelerator.moved == 2
 
 
 @pytest.mark.parametrize(
@@ -383,20 +268,10 @@ def test_a_device_that_is_not_there_is_an_error_that_says_so(monkeypatch, num_wo
         ({"prefetch_to_device": 2.0}, TypeError, "prefetch_to_device must be a whole number >= 1"),
     ],
 )
-def test_wrong_arguments_are_errors_when_the_loader_is_made(wrong, error, text):
-    with pytest.raises(error, match=text):
-        DataLoader(range(4), **wrong)
-
-
-def test_batches_ahead_on_no_device_are_an_error_wherever_the_number_is_set():
-    with pytest.raises(ValueError, match="; pass device="):
-        rayloader.patch(prefetch_to_device=1)
-    with rayloader.patch(device="cpu"), rayloader.patch(prefetch_to_device=1):
-        loader = torch.utils.data.DataLoader([1])
-    assert DataLoader([1], device=loader.device, prefetch_to_device=loader.prefetch_to_device).prefetch_to_device == 1
-    loader.device = None
-    with pytest.raises(ValueError, match="; pass device="):
-        iter(loader)
+def test_wrong_arguments_are_errors_when_the_loader_is_made_or_patched(wrong, error, text):
+    for takes in (rayloader.patch, lambda **wrong: DataLoader(range(4), **wrong)):
+        with pytest.raises(error, match=text):
+            takes(**wrong)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -408,7 +283,7 @@ def test_each_epoch_goes_to_the_device_that_is_set_and_current_then(accelerator,
     loader = load(torch.tensor, 2, num_workers=1, persistent_workers=persistent, **MOVE)
     for current[0], loader.device, expected in [
         (0, "cuda", [0, 0]),
-        (1, "cuda", [1, 1]),
+        (1, torch.device("cuda"), [1, 1]),
         (1, "cuda:0", [0, 0]),
         (1, None, []),
         (1, "cuda:2", ValueError),
@@ -432,7 +307,7 @@ class OwnLoader(torch.utils.data.DataLoader):
 
 @pytest.mark.parametrize(("loader_class", "device"), [(torch.utils.data.DataLoader, "cuda"), (OwnLoader, "elsewhere")])
 def test_a_patch_moves_the_batches_of_torchs_loaders(accelerator, loader_class, device):
-    with rayloader.patch(device="cuda", prefetch_to_device=1):
+    with rayloader.patch(device="cuda"), rayloader.patch(prefetch_to_device=1):
         loader = loader_class(Calls(large, 4), None, num_workers=2)
         assert values(list(loader)) == [0, 1, 2, 3]
     assert (accelerator.waits, loader.device) == (4, device)

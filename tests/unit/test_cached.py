@@ -1,9 +1,5 @@
-"""`rayloader.cached`: the same samples as without it, from memory or a folder, or an error; here without workers.
+"""`rayloader.cached`: the same samples as without it, from memory or a folder, or an error; here without workers."""
 
-What is of folders alone is in test_cache_folder.py.
-"""
-
-import collections
 import copy
 import dataclasses
 import datetime
@@ -17,34 +13,94 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import secrets
 import signal
-import sys
+import stat
 import threading
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
 
 import rayloader
-from cache_data import Numbers, another, end_of, fork, in_fork, labelled, large, limited
 from rayloader import CacheError, CacheStats, cached
 from rayloader.data import cached as module
 from rayloader.data import sample_store
 from rayloader.observe.stats import LoaderStats, Period, Times, verdict
-from rayloader.transport import memory_file
+from rayloader.random.generators import global_generators
+from rayloader.transport.pickler import ByValuePickler, dumped
 from told import told
 
 HANG_LIMIT = 500.0  # seconds; on expiry the test fails
-Pair = collections.namedtuple("Pair", "image label")
+Pair = namedtuple("Pair", "image label")
 
 
-@dataclasses.dataclass
-class Box:
-    lower: torch.Tensor
-    name: str
+class Numbers(Dataset):
+    """Sample `i` is `make(i)`; counts how often it was asked."""
+
+    def __init__(self, make, count=20):
+        self.make, self.count, self.asked = make, count, 0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return self.make(index)
+
+
+def labelled(index):
+    return torch.full((3, 4), index, dtype=torch.uint8), index
+
+
+def large(index):
+    """With its head, just as large as is mapped."""
+    return torch.full((1 << 18,), index, dtype=torch.int32)
+
+
+def another(kept):
+    """The same cache, as another process gets it."""
+    return pickle.loads(dumped(kept, ByValuePickler))
+
+
+def fork(work):
+    """Begins it in a forked process; returns that process's number."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)  # a fork has none of the others
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return pid
+
+
+def end_of(pid):
+    """The exit status of a forked process, 0 if its work has returned; minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_fork(work):
+    """Does it in a forked process; returns that one's exit status."""
+    return end_of(fork(work))
+
+
+def limited(nbytes, work):
+    """Does it in a fork that can make no file of more bytes, which is like a full disk: a write ends in the middle."""
+
+    def limits():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+        work()
+
+    assert in_fork(limits) == 0
 
 
 KINDS = {
@@ -52,15 +108,10 @@ KINDS = {
     "tensors": lambda i: (torch.arange(i + 1.0), torch.tensor(i)),
     "dict": lambda i: {"ids": np.arange(i), "text": f"sample {i}", "none": None, "nested": [{"x": torch.ones(i, 2)}]},
     "strided": lambda i: torch.arange(24).reshape(4, 6)[:, i % 6],
-    "transposed": lambda i: np.arange(24.0).reshape(4, 6).T + i,
-    "bfloat16": lambda i: torch.full((5,), i, dtype=torch.bfloat16),
-    "named tuple": lambda i: Pair(torch.tensor([i]), i),
-    "dataclass": lambda i: Box(torch.tensor([i]), str(i)),
+    "named tuple": lambda i: Pair(torch.tensor([i]), str(i)),
     "large": large,
     "large and small": lambda i: (np.full(1 << 21, i, np.uint8), torch.tensor(i), b"x"),
     "empty": lambda i: (torch.empty(0, 3), np.empty((0,)), "", [], {}),
-    "text": lambda i: "word " * i,
-    "shared": lambda i: [torch.arange(4)] * 2,
     "structured": lambda i: np.array([(i, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     "sparse": lambda i: torch.eye(3).mul(i).to_sparse(),
 }
@@ -78,6 +129,88 @@ def check(kept, numbers, make):
 
 
 # ---- the same samples
+
+
+def sample(key, number):
+    return torch.full((3, 4), number, dtype=torch.uint8), f"{key}{number}"
+
+
+def damage(kept, number, how):
+    """Changes a record, as if not all of it had reached the disk, or where the index says that it is."""
+    index, row = kept._store._index, 2 + 2 * number
+    if not index[row]:
+        return
+    if how < 3:  # the checksum, the place of the pickle, and what follows
+        place = (index[row] >> 30) * 64 + (0, 4, 64)[how]
+        kept._store._bytes[place] ^= 7
+    else:  # beyond the end, another place, another size
+        index[row] += (1 << 50, 1 << 30, -1)[how - 3]
+
+
+class Killed(io.FileIO):
+    """Writes a part, and dies."""
+
+    def write(self, data):
+        super().write(data[:100])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_and_die(kept, number):
+    """As a worker that is killed while it keeps a sample."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_store, "open", lambda path, *_: Killed(path, "ab"), raising=False)
+        kept[number]
+
+
+STEPS = ["read", "read", "batch", "fork", "killed", "copy", "reopen", "key", "damage"]
+
+
+@settings(max_examples=40)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 5)), max_size=15),
+    in_memory=st.booleans(),
+)
+def test_any_order_of_reads_processes_damage_and_keys_gives_the_samples_and_builds_each_once(
+    steps, in_memory, tmp_path_factory
+):
+    folder, boot = tmp_path_factory.mktemp("caches"), 1
+
+    def opened(key):
+        dataset = Numbers(functools.partial(sample, key), 10)
+        return cached(dataset) if in_memory else cached(dataset, where=folder, key=key)
+
+    key, have, built = "a", {"a": set(), "b": set()}, Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_store, "_boot", lambda: boot)
+        caches = {key: opened(key) for key in have}
+        for step, number, more in [*steps, *(("read", number, 0) for number in range(10))]:
+            kept = caches[key]
+            numbers = [number, (number + more) % 10, number] if step == "batch" else [number]
+            if step in ("read", "batch", "fork"):
+                built[key] += len([one for one in numbers if one not in have[key]])
+                have[key].update(numbers)
+            match step:
+                case "read" | "batch":
+                    assert told(kept.__getitems__(numbers)) == told([sample(key, one) for one in numbers])
+                case "fork":
+                    assert in_fork(functools.partial(check, kept, numbers, functools.partial(sample, key))) == 0
+                case "killed":
+                    is_there = number in have[key]
+                    built[key] += not is_there
+                    expected = 0 if is_there else -signal.SIGKILL
+                    assert in_fork(functools.partial(read_and_die, kept, number)) == expected
+                case "copy":
+                    caches[key] = another(kept)
+                case "key":
+                    key = "b" if key == "a" else "a"
+                case "reopen" | "damage" if not in_memory:
+                    if step == "damage":  # it is noticed once the machine has started again
+                        damage(kept, number, more)
+                        have[key].discard(number)
+                        boot += 1
+                    caches[key] = opened(key)
+        stats = caches[key].stats()
+        assert (stats.present, stats.built) == (10, built[key])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,20 +252,6 @@ def test_batches_are_read_at_once_and_missing_samples_built_at_once():
     dataset.__class__.__getitems__ = lambda self, indices: torch.tensor(indices)
     with pytest.raises(CacheError, match=r"must return a list of 2 samples, got Tensor"):
         kept.__getitems__([8, 9])
-
-
-def test_indices_are_those_of_a_sequence():
-    kept = cached(Numbers(labelled))
-    assert kept[np.int64(4)][1] == kept[torch.tensor(4)][1] == 4
-    assert [label for _, label in kept] == list(range(20))
-    for wrong in (20, -1):
-        with pytest.raises(IndexError, match=f"index {wrong} is out of range for 20 samples, which are counted from 0"):
-            kept[wrong]
-    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
-        kept["a"]
-    kept.dataset.count = 21
-    with pytest.raises(CacheError, match="had 20 samples and has 21 now; make a new cache"):
-        len(kept)
 
 
 # ---- or an error
@@ -180,15 +299,6 @@ def test_a_generator_that_comes_late_and_is_rarely_drawn_from_is_found(at_once):
     assert kept._store.read(13) is sample_store.ABSENT
 
 
-class Moving:
-    """Equal ones are, and it has no attributes to see."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number):
-        self.number = number
-
-
 class Restored:
     """Has another attribute when it has been pickled, as images with palettes and data frames do."""
 
@@ -212,7 +322,6 @@ def itself(number):
 
 COMPARED = {
     "dates": lambda n: datetime.datetime.fromtimestamp(n, datetime.UTC),
-    "slots": Moving,
     "buffers": lambda n: io.BytesIO(bytes([n])),
     "sparse tensors": lambda n: torch.tensor([n, 1]).to_sparse(),
     "subclasses": lambda n: torch.nn.Parameter(torch.tensor([1.0, n])),
@@ -239,29 +348,17 @@ def test_samples_of_all_kinds_are_compared_in_whole(kind):
     assert kept.stats().hits == 1
 
 
-def test_samples_of_a_dataset_that_has_changed_are_not_given(place):
+def test_samples_of_a_dataset_that_has_changed_are_not_given(place, monkeypatch):
+    """They are compared in another process, in this one if an attribute was set, and a share of all others."""
     dataset = Numbers(functools.partial(torch.full, (4,)))
     kept = cached(dataset, **place)
-    kept[2]
+    kept[2], kept[5]
     dataset.make = functools.partial(torch.full, (5,))
-    with pytest.raises(CacheError, match=r"sample 2 .* differs .* make a new cache, in a folder by another key="):
-        another(kept)[2]
-
-
-def test_a_dataset_that_is_changed_in_this_process_is_compared_at_once():
-    dataset = Numbers(labelled)
-    dataset.shift = 0
-    dataset.make = lambda index: index + dataset.shift
-    kept = cached(dataset)
-    for _ in range(2):
-        assert [*kept] == list(range(20))
-    assert dataset.asked == 20 + 2 + 1
-    dataset.shift = 1
-    with pytest.raises(CacheError, match="sample 5 of the cached Numbers differs"):
-        kept[5]
-
-
-def test_a_share_of_all_that_is_built_or_read_is_compared(monkeypatch):
+    for changed, number in (another(kept), 2), (kept, 5):
+        with pytest.raises(
+            CacheError, match=rf"sample {number} .* differs .* make a new cache, in a folder by another"
+        ):
+            changed[number]
     monkeypatch.setattr(module, "_READ", 10)
     monkeypatch.setattr(module, "_BUILT", 10)
     dataset = Numbers(labelled, 31)
@@ -314,10 +411,21 @@ def test_arguments_are_checked(error, words, arguments, options):
         cached(*arguments, **options)
 
 
-def test_sizes_have_units():
-    given = (4096, np.uint32(4096), "4096", "8.192kB", "1MB", "2 MiB", "20GB")
-    sizes = [cached([1], size).stats().max_bytes for size in given]
+def test_sizes_have_units_and_indices_are_those_of_a_sequence():
+    sizes = (4096, np.uint32(4096), "4096", "8.192kB", "1MB", "2 MiB", "20GB")
+    sizes = [cached([1], size).stats().max_bytes for size in sizes]
     assert sizes == [4096, 4096, 4096, 8192, 1_000_000, 2 << 20, 20_000_000_000]
+    kept = cached(Numbers(labelled))
+    assert kept[np.int64(4)][1] == kept[torch.tensor(4)][1] == 4
+    assert [label for _, label in kept] == list(range(20))
+    for wrong in (20, -1):
+        with pytest.raises(IndexError, match=f"index {wrong} is out of range for 20 samples, which are counted from 0"):
+            kept[wrong]
+    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
+        kept["a"]
+    kept.dataset.count = 21
+    with pytest.raises(CacheError, match="had 20 samples and has 21 now; make a new cache"):
+        len(kept)
 
 
 # ---- room
@@ -350,16 +458,27 @@ def test_memory_is_left_for_others(monkeypatch, caplog):
     assert caplog.text.count("is full: 16 of 20 samples") == caplog.text.count("is full") == 1
 
 
-def test_a_full_disk_ends_the_cache_and_no_more(place, caplog):
+def test_a_full_disk_ends_the_cache_and_no_more_and_there_may_be_room_later(place, caplog):
+    """The append that failed in the middle has left a part of a record."""
+
+    def make(i):
+        return b"%04d" % i * 2000
+
     def work():
-        kept = cached(Numbers(lambda i: b"%04d" % i * 2000), **place)
+        kept = cached(Numbers(make), **place)
         for _ in range(2):
-            check(kept, range(20), kept.dataset.make)
+            check(kept, range(20), make)
         stats = kept.stats()
         assert (stats.full, stats.present, stats.hits) == (True, 12, 12)
         assert caplog.text.count("is full: 12 of 20 samples") == 1
 
     limited(100_000, work)
+    if place:
+        kept = cached(Numbers(make), **place)
+        assert (kept.stats().present, kept.stats().full) == (12, False)
+        for _ in range(2):
+            check(kept, range(20), make)
+        assert kept.stats().present == 20
 
 
 def test_no_room_for_the_tables_is_an_error(place, monkeypatch):
@@ -378,13 +497,9 @@ def test_no_room_for_the_tables_is_an_error(place, monkeypatch):
 
 def test_the_verdict_counts_a_full_cache():
     busy = Period(batches=100, step=Times(100, 1.0), wait=Times(100, 9.0))
-    full = CacheStats(samples=100, present=60, full=True)
-    for stats, said in [
-        (LoaderStats(recent=busy, cache=full), True),
-        (LoaderStats(recent=busy, cache=dataclasses.replace(full, full=False)), False),
-        (LoaderStats(recent=busy), False),
-        (LoaderStats(recent=dataclasses.replace(busy, wait=Times(100, 0.01)), cache=full), False),
-    ]:
+    idle = dataclasses.replace(busy, wait=Times(100, 0.01))
+    for period, is_full, said in (busy, True, True), (busy, False, False), (idle, True, False):
+        stats = LoaderStats(recent=period, cache=CacheStats(samples=100, present=60, full=is_full))
         assert ("the cache is full: raise max_bytes" in verdict(stats)) == said
 
 
@@ -417,65 +532,6 @@ def test_all_processes_and_threads_share_the_samples(place):
     assert stats.hits + stats.built <= 4 * 2 * 200  # two that read one sample at the same moment may count once
     check(kept, range(200), make)
     assert kept.stats().built == stats.built
-
-
-class Killed(io.FileIO):
-    """Writes a part, and dies."""
-
-    def write(self, data):
-        super().write(data[:100])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_writer_that_is_killed_leaves_nothing_half(place, monkeypatch):
-    kept = cached(Numbers(large), **place)
-    kept[0]
-
-    def work():
-        monkeypatch.setattr(sample_store, "open", lambda path, *_: Killed(path, "ab"), raising=False)
-        kept[1]
-
-    assert in_fork(work) == -signal.SIGKILL
-    assert (kept.stats().present, kept.stats().built) == (1, 2)
-    check(kept, [1, 1], large)
-    assert (kept.stats().present, kept.stats().built) == (2, 3)
-
-
-class Interrupts:
-    """Raises at the `left`-th place of the store where Python handles signals: at a function's entry, after a call."""
-
-    def __init__(self, left):
-        self.left = left
-
-    def __enter__(self):
-        sys.setprofile(self.event)
-
-    def __exit__(self, *_):
-        sys.setprofile(None)
-
-    def event(self, frame, event, argument):
-        if event in ("call", "return", "c_return") and frame.f_code.co_filename == sample_store.__file__ and self.left:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file")
-def test_an_interrupt_at_any_place_leaves_a_cache_that_serves(place):
-    kept = cached(Numbers(labelled, 1000), **place)
-    kept[0], kept[1], kept[2]  # the first ones are compared
-    interrupts = 0
-    for number in range(3, 1000):
-        try:
-            with Interrupts(number - 2):
-                kept[number]
-            break
-        except KeyboardInterrupt:
-            interrupts += 1
-    assert interrupts > 20
-    for _ in range(2):
-        check(kept, range(number + 1), labelled)
-    assert kept.stats().present == number + 1
 
 
 def test_the_processes_of_another_node_share_a_file_of_their_own():
@@ -516,36 +572,6 @@ def test_the_processes_of_another_node_share_a_file_of_their_own():
     end(*begin("assert kept.stats().present == 0"))  # it has ended with its last process
 
 
-def test_of_files_that_are_made_at_the_same_moment_all_use_the_oldest(monkeypatch):
-    """Each process looks for one, makes one, and looks again."""
-    kept = cached(torch.arange(10))
-    there = dataclasses.replace(kept._place, machine="another one")
-    kind = "-".join(there.name.split("-")[1:3])
-    others = [memory_file.MemoryFile(f"{kind}-on-{time:020}", 0, grows=True) for time in (3, 2, 10**20 - 1)]
-    oldest, looks = module._oldest, []
-    monkeypatch.setattr(module, "_here", {})
-    monkeypatch.setattr(module, "_oldest", lambda prefix: oldest(prefix) if looks else looks.append(prefix))
-    copied = module.CachedDataset(kept.dataset, there, 10, 10_000)
-    assert copied._file.address.name == others[1].address.name
-
-
-def test_a_number_that_has_become_another_file_s_is_not_taken(monkeypatch, tmp_path):
-    victim = os.open(tmp_path / "victim", os.O_RDWR | os.O_CREAT)
-    fd = os.memfd_create("rayloader-cache-raced-0")
-    opened = os.open
-
-    def raced(path, *options):
-        os.dup2(victim, fd)
-        return opened(path, *options)
-
-    monkeypatch.setattr(os, "open", raced)
-    try:
-        assert module._oldest("rayloader-cache-raced-") is None
-    finally:
-        os.close(fd)
-        os.close(victim)
-
-
 def test_nothing_is_left_of_a_cache_that_is_dropped(place):
     def files():
         return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("rayloader-cache")
@@ -558,3 +584,190 @@ def test_nothing_is_left_of_a_cache_that_is_dropped(place):
     del kept, copied, sample
     gc.collect()
     assert files() == before
+
+
+# ---- folders: later runs find the samples; what others may have put there is neither read nor written over
+
+WHOLE = [0, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "caches"
+
+
+def opened(folder, make=int, count=5, max_bytes="100MB", key="files"):
+    return cached(Numbers(make, count), max_bytes, folder, key=key)
+
+
+def file_in(folder):
+    (file,) = folder.glob("*.rayloader-cache")
+    return file
+
+
+def test_a_later_run_finds_the_samples_of_the_same_key_class_and_length(folder):
+    """Any order of runs, and the death of the machine, are in test_cached.py."""
+
+    class Others(Numbers):
+        pass
+
+    assert [*opened(folder)] == WHOLE
+    again = opened(folder)
+    assert [*again] == WHOLE
+    assert (again.stats().built, again.stats().hits) == (5, 5)
+    assert file_in(folder).name.startswith("Numbers_files-5-")
+    assert np.load(file_in(folder), mmap_mode="r").shape == (6, 2)
+    index = again._store._index
+    index[6] = index[10]  # another sample's record
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_store, "_boot", lambda: 7)
+        assert [*opened(folder)] == WHOLE
+    assert [*opened(folder, repr, key="files!")] == [*"01234"]
+    assert [*opened(folder, repr, 3)] == [*"012"]
+    assert [*cached(Others(repr, 5), where=folder, key="files")] == [*"01234"]
+    assert len([*folder.iterdir()]) == 4
+
+
+def test_a_header_is_on_the_disk_before_its_file_grows(folder, monkeypatch):
+    """So the machine may die at any time, and no file of ours begins with zeros."""
+    done = []
+    for name in ("pwrite", "fsync", "posix_fallocate"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, call=call, name=name: (done.append(name), call(*given))[1])
+    opened(folder)
+    assert done == ["pwrite", "fsync", "posix_fallocate"]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "posix_fallocate"])
+def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(folder, monkeypatch, call):
+    def work():
+        monkeypatch.setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        opened(folder)
+
+    assert in_fork(work) == -signal.SIGKILL
+    assert [*opened(folder)] == WHOLE
+    assert opened(folder).stats().present == 5
+
+
+def test_a_cache_may_grow_and_each_program_keeps_to_its_limit(folder):
+    def make(i):
+        return b"%04d" % i * 1000
+
+    small, large = opened(folder, make, 20, 20_000), opened(folder, make, 20, "1MB")
+    for kept, numbers in (small, range(20)), (large, range(15)), (small, range(20)), (large, range(20)):
+        assert [kept[i] for i in numbers] == [make(i) for i in numbers]
+        assert kept.stats().full == (kept is small)
+    smaller = opened(folder, make, 20, 5_000)
+    assert smaller.stats().present == 20
+    assert [*smaller] == [make(i) for i in range(20)]
+
+
+# ---- what others could have put there
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture
+def bomb(tmp_path):
+    yield tmp_path / "bomb"
+    assert not (tmp_path / "bomb").exists()
+
+
+def planted(folder, bomb):
+    """A cache whose samples are bombs, under the name that everybody can compute."""
+    kept = opened(folder)
+    for number in range(3):
+        kept._store.write(number, Bomb(bomb))
+    return file_in(folder)
+
+
+def to_a_link(file):
+    os.replace(file, file.with_name("elsewhere"))
+    file.symlink_to(file.with_name("elsewhere"))
+
+
+def to_a_link_to_nothing(file):
+    file.unlink()
+    file.symlink_to(file.with_name("elsewhere"))
+
+
+def to_a_fifo(file):
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (to_a_link, "symbolic links"),
+        (to_a_link_to_nothing, "symbolic links"),
+        (lambda file: os.link(file, file.with_name("elsewhere")), "and 2 names; delete it"),
+        (to_a_fifo, "got mode 10600,"),
+        (lambda file: file.chmod(0o606), "got mode 100606,"),
+        (lambda file: file.chmod(0o660), "got mode 100660,"),
+    ],
+)
+def test_a_file_that_others_could_have_written_is_not_read(change, why, folder, bomb):
+    def files():
+        return [(file.lstat().st_size, file.lstat().st_mtime_ns) for file in sorted(folder.iterdir())]
+
+    file = planted(folder, bomb)
+    copied = dumped(opened(folder), ByValuePickler)
+    change(file)
+    before = files()
+    with pytest.raises(CacheError, match=f"the cache .*{why}"):
+        opened(folder)
+    with pytest.raises(CacheError, match=f"the cache .*{why}"):
+        pickle.loads(copied)
+    assert files() == before
+
+
+def test_a_file_of_another_user_is_not_read(folder, bomb, monkeypatch):
+    """Nor taken for the node's: the name of one in memory can be seen in /proc."""
+    planted(folder, bomb)
+    user, fd = os.geteuid(), os.memfd_create("rayloader-cache-planted-0")
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    try:
+        with pytest.raises(CacheError, match=rf"Numbers_fi\S* must be .*, user {user} and 1 names; delete it"):
+            opened(folder)
+        assert module._oldest("rayloader-cache-planted-") is None
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("content", [bytes(100), bytes(1 << 20), b"important", bytes(4096) + b"important" * 10_000])
+def test_a_victim_s_file_is_neither_emptied_nor_written_to(content, folder, tmp_path):
+    opened(folder)
+    victim = tmp_path / "victim"
+    victim.write_bytes(content)
+    victim.chmod(0o600)
+    file = file_in(folder)
+    for plant in (os.symlink, os.link, os.rename):
+        file.unlink()
+        plant(victim, file)
+        with pytest.raises(CacheError, match=r"symbolic links|and 2 names|it is of another format"):
+            opened(folder)
+        assert file.read_bytes() == content
+
+
+def test_what_is_made_is_this_user_s_alone_and_moves_no_generator(folder):
+    def generators():
+        own = global_generators()[0][0].getstate()
+        return torch.get_rng_state().tolist(), own, np.random.get_state()[1].tolist()
+
+    states, mask = generators(), os.umask(0)
+    try:
+        opened(folder / "below")
+    finally:
+        os.umask(mask)
+    assert generators() == states
+    made = [folder / "below", file_in(folder / "below")]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700, 0o600]
