@@ -8,35 +8,25 @@ defines nothing within its function that workers need: torch would have to pickl
 import collections
 import contextlib
 import contextvars
-import ctypes
 import dataclasses
 import decimal
 import enum
 import functools
 import gc
-import gzip
 import importlib.util
-import itertools
-import json
 import locale
 import logging
-import mmap
 import multiprocessing.util
 import os
-import queue
 import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import types
 import warnings
-import weakref
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
@@ -205,17 +195,6 @@ def a_value_that_tells_workers_of_a_new_epoch(program):
     return first, taken(loader)
 
 
-@kind(Refused("dataset.written", "multiprocessing.sharedctypes.SynchronizedArray", "RuntimeError", SHARED))
-def an_array_that_workers_write(program):
-    written = multiprocessing.Array("i", 8)
-
-    def sample(self, index):
-        self.written[index] = index + 1
-        return index
-
-    return taken(program.load(Holding(sample, written=written))), written[:]
-
-
 def counted_under(lock):
     def sample(self, index):
         with self.lock:
@@ -231,38 +210,6 @@ def a_lock(program):
     return taken(program.load(dataset)), dataset.count.item()
 
 
-@kind(Refused("dataset.lock", "multiprocessing.synchronize.RLock", "RuntimeError", "multiprocessing.Manager().Lock()"))
-def a_reentrant_lock(program):
-    dataset = counted_under(multiprocessing.RLock())
-    return taken(program.load(dataset)), dataset.count.item()
-
-
-@kind(Refused("dataset.ready", "multiprocessing.synchronize.Condition", "RuntimeError", "use that of a manager"))
-def an_event(program):
-    ready = multiprocessing.Event()
-    loader = program.load(Holding(lambda self, _: self.ready.is_set(), ready=ready), persistent_workers=True)
-    before = taken(loader)
-    ready.set()
-    return before, taken(loader)
-
-
-@kind(Refused("dataset.epochs", "multiprocessing.queues.Queue", "RuntimeError", "multiprocessing.Manager().Queue()"))
-def a_queue_that_tells_workers_of_a_new_epoch(program):
-    def sample(self, index):
-        if index == 0:
-            self.epoch = self.epochs.get()
-        return 100 * self.epoch + index
-
-    epochs = multiprocessing.Queue()
-    loader = program.load(Holding(sample, epochs=epochs), num_workers=1, persistent_workers=True)
-    batches = []
-    for epoch in (1, 2):
-        epochs.put(epoch)
-        batches.append(taken(loader))
-    epochs.close()
-    return batches
-
-
 @kind(Refused("dataset.seen", "multiprocessing.queues.Queue", "RuntimeError", "multiprocessing.Manager().Queue()"))
 def a_queue_that_workers_fill(program):
     def sample(self, index):
@@ -272,31 +219,6 @@ def a_queue_that_workers_fill(program):
     seen = multiprocessing.Queue()
     batches = taken(program.load(Holding(sample, seen=seen)))
     return batches, sorted(seen.get() for _ in range(8))
-
-
-@kind(
-    Refused("dataset.seen", "multiprocessing.queues.SimpleQueue", "RuntimeError", "multiprocessing.Manager().Queue()")
-)
-def a_simple_queue(program):
-    def sample(self, index):
-        self.seen.put(index)
-        return index
-
-    seen = multiprocessing.SimpleQueue()
-    batches = taken(program.load(Holding(sample, seen=seen)))
-    return batches, sorted(seen.get() for _ in range(8))
-
-
-@kind(Refused("dataset.end", "multiprocessing.connection.Connection", remedy=SHARED))
-def a_pipe(program):
-    def sample(self, index):
-        self.end.send(index)
-        return index
-
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        batches = taken(program.load(Holding(sample, end=theirs), num_workers=1))
-        return batches, [ours.recv() for _ in range(8)]
 
 
 @kind()
@@ -324,16 +246,6 @@ def a_shared_tensor_that_workers_write(program):
 
     written = torch.zeros(8).share_memory_()
     return taken(program.load(Holding(sample, written=written))), written.tolist()
-
-
-@kind(Refused("dataset.written[1][0]['_wrapper']._state"))
-def a_shared_array_without_a_lock(program):
-    def sample(self, index):
-        self.written[index] = index + 1
-        return index
-
-    written = multiprocessing.RawArray("i", 8)
-    return taken(program.load(Holding(sample, written=written))), written[:]
 
 
 @kind()
@@ -378,23 +290,6 @@ def a_memory_map_to_write(program):
     return mapped(program, "r+")
 
 
-@kind()
-def a_private_memory_map(program):
-    return mapped(program, "c")
-
-
-@kind(Refused("dataset.bytes", "mmap.mmap"))
-def an_mmap_object(program):
-    (program.folder / "bytes").write_bytes(bytes(range(8)))
-    with open(program.folder / "bytes", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
-        return taken(program.load(Holding(lambda self, index: self.bytes[index], bytes=mapping)))
-
-
-@kind(Refused("dataset.view", "builtins.memoryview"))
-def a_memoryview(program):
-    return taken(program.load(Holding(lambda self, index: self.view[index], view=memoryview(bytes(range(8))))))
-
-
 def lines_of(file, encode=str):
     """A dataset of the lines of an open file, by one worker: forks share the offset."""
     offsets = [0]
@@ -416,71 +311,6 @@ def an_open_text_file(program):
     (program.folder / "text").write_text(LINES)
     with open(program.folder / "text") as file:
         return taken(program.load(lines_of(file), num_workers=1))
-
-
-@kind(Refused("dataset.file", "_io.BufferedReader"))
-def an_open_binary_file(program):
-    (program.folder / "binary").write_text(LINES)
-    with open(program.folder / "binary", "rb") as file:
-        return taken(program.load(lines_of(file), num_workers=1))
-
-
-@kind(Refused("dataset.file", "_io.BufferedReader"))
-def a_file_that_workers_read_at_offsets(program):
-    (program.folder / "binary").write_bytes(bytes(range(8)))
-    with open(program.folder / "binary", "rb") as file:
-        dataset = Holding(lambda self, index: os.pread(self.file.fileno(), 1, index)[0], file=file)
-        return taken(program.load(dataset))
-
-
-@kind(Refused("dataset.log", "_io.TextIOWrapper"))
-def a_file_that_workers_append_to(program):
-    def sample(self, index):
-        print(index, file=self.log, flush=True)
-        return index
-
-    with open(program.folder / "log", "a") as log:
-        batches = taken(program.load(Holding(sample, log=log)))
-    return batches, sorted((program.folder / "log").read_text().split())
-
-
-@kind(Refused("dataset.file", "_io.BufferedReader"))
-def an_open_gzip_file(program):
-    with gzip.open(program.folder / "text.gz", "wb") as file:
-        file.write(LINES.encode())
-    with gzip.open(program.folder / "text.gz") as file:
-        return taken(program.load(lines_of(file), num_workers=1))
-
-
-@kind(Refused("dataset.archive", "_io.BufferedReader"))
-def an_open_zip_archive(program):
-    with zipfile.ZipFile(program.folder / "archive.zip", "w") as archive:
-        for number in range(8):
-            archive.writestr(str(number), str(number))
-    with zipfile.ZipFile(program.folder / "archive.zip") as archive:
-        dataset = Holding(lambda self, index: int(self.archive.read(str(index))), archive=archive)
-        return taken(program.load(dataset, num_workers=1))
-
-
-@kind(Refused("dataset.archive", "_io.BufferedReader"))
-def an_open_tar_archive(program):
-    (program.folder / "text").write_text(LINES)
-    with tarfile.open(program.folder / "archive.tar", "w") as archive:
-        archive.add(program.folder / "text", "text")
-    with tarfile.open(program.folder / "archive.tar") as archive:
-
-        def sample(self, index):
-            return int(self.archive.extractfile("text").read().split()[index])
-
-        return taken(program.load(Holding(sample, archive=archive), num_workers=1))
-
-
-@kind(Refused("dataset.file", "_io.TextIOWrapper"))
-def a_temporary_file(program):
-    with tempfile.NamedTemporaryFile("w+", dir=program.folder) as file:
-        file.write(LINES)
-        file.seek(0)
-        return taken(program.load(lines_of(file), num_workers=1)), os.path.exists(file.name)
 
 
 @kind()
@@ -511,32 +341,6 @@ def a_connection_to_sqlite_to_read(program):
         return taken(program.load(Holding(sample, connection=connection)))
 
 
-@kind(Refused("dataset.connection", "sqlite3.Connection"))
-def a_connection_to_sqlite_to_write(program):
-    def sample(self, index):
-        with self.connection:
-            self.connection.execute("update numbers set number = number + 100 where number = ?", (index,))
-        return index
-
-    path = database(program)
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        batches = taken(program.load(Holding(sample, connection=connection), num_workers=1))
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        return batches, connection.execute("select number from numbers order by number").fetchall()
-
-
-@kind(Refused("dataset.file", "pyarrow._parquet.ParquetReader"), needs=("pyarrow",))
-def an_open_parquet_file(program):
-    import pyarrow
-    import pyarrow.parquet
-
-    path = program.folder / "table.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"number": range(8)}), path, row_group_size=1)
-    with pyarrow.parquet.ParquetFile(path) as file:
-        dataset = Holding(lambda self, index: self.file.read_row_group(index)["number"][0].as_py(), file=file)
-        return taken(program.load(dataset, num_workers=1))
-
-
 @kind(needs=("pyarrow",))
 def a_table_of_arrow_over_a_memory_map(program):
     import pyarrow
@@ -547,93 +351,12 @@ def a_table_of_arrow_over_a_memory_map(program):
     return taken(program.load(Holding(lambda self, index: self.table["number"][index].as_py(), table=table)))
 
 
-@kind(Refused("dataset.file", "h5py._hl.files.File"), needs=("h5py",))
-def an_open_hdf5_file(program):
-    import h5py
-
-    with h5py.File(program.folder / "numbers.h5", "w") as file:
-        file["numbers"] = np.arange(8)
-    with h5py.File(program.folder / "numbers.h5") as file:
-        return taken(program.load(Holding(lambda self, index: int(self.file["numbers"][index]), file=file), 1))
-
-
-@kind(Refused("dataset.file", "builtins.safe_open"), needs=("safetensors",))
-def an_open_safetensors_file(program):
-    import safetensors
-    import safetensors.torch
-
-    safetensors.torch.save_file({"numbers": torch.arange(8)}, program.folder / "numbers.safetensors")
-    with safetensors.safe_open(program.folder / "numbers.safetensors", "pt") as file:
-        return taken(program.load(Holding(lambda self, index: self.file.get_tensor("numbers")[index], file=file)))
-
-
-@kind(Refused("dataset.environment", "builtins.Environment"), needs=("lmdb",))
-def an_environment_of_lmdb(program):
-    import lmdb
-
-    def sample(self, index):
-        with self.environment.begin() as transaction:
-            return int(transaction.get(str(index).encode()))
-
-    with lmdb.open(str(program.folder / "numbers")) as environment, environment.begin(write=True) as transaction:
-        for number in range(8):
-            transaction.put(str(number).encode(), str(number).encode())
-    with lmdb.open(str(program.folder / "numbers"), readonly=True, lock=False) as environment:
-        return taken(program.load(Holding(sample, environment=environment)))
-
-
-@kind(Refused("dataset.image", "rasterio.io.DatasetReader"), needs=("rasterio",))
-def an_open_raster(program):
-    import rasterio
-
-    path, shape = program.folder / "numbers.tif", {"width": 8, "height": 1, "count": 1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it has no place on earth
-        with rasterio.open(path, "w", driver="GTiff", dtype="uint8", **shape) as image:
-            image.write(np.arange(8, dtype=np.uint8).reshape(1, 1, 8))
-        with rasterio.open(path) as image:
-            return taken(program.load(Holding(lambda self, index: int(self.image.read(1)[0, index]), image=image), 1))
-
-
-@kind(Refused("dataset.image", "_io.BufferedReader"), needs=("tifffile",))
-def an_open_tiff_file(program):
-    import tifffile
-
-    tifffile.imwrite(program.folder / "numbers.tif", np.arange(64, dtype=np.uint8).reshape(8, 8))
-    with tifffile.TiffFile(program.folder / "numbers.tif") as image:
-        return taken(program.load(Holding(lambda self, index: int(self.image.asarray()[index, 0]), image=image), 1))
-
-
 @kind(needs=("datasets",))
 def a_dataset_of_hugging_face(program):
     import datasets
 
     dataset = datasets.Dataset.from_dict({"number": list(range(8)), "word": [str(number) for number in range(8)]})
     return taken(program.load(dataset.with_format("torch")))
-
-
-@kind(Refused("dataset.ours", "socket.socket"))
-def a_socket(program):
-    def sample(self, index):
-        self.ours.sendall(bytes([index]))
-        return index
-
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        batches = taken(program.load(Holding(sample, ours=ours)))
-        return batches, sorted(theirs.recv(1)[0] for _ in range(8))
-
-
-@kind(Refused("dataset.process", "_thread.lock"))
-def a_process_that_answers_over_pipes(program):
-    def sample(self, index):
-        self.process.stdin.write(f"{index}\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(["cat"], text=True, **pipes) as process:
-        return taken(program.load(Holding(sample, process=process), num_workers=1))
 
 
 # ---- threads, generators, references
@@ -653,57 +376,6 @@ def a_thread_pool_that_is_made_in_the_worker(program):
     return taken(loader), taken(loader)
 
 
-@kind(Refused("dataset.pool", "_queue.SimpleQueue"))
-def a_thread_pool_that_is_made_before(program):
-    with ThreadPoolExecutor(2) as pool:
-        return taken(program.load(Holding(lambda self, index: sum(self.pool.map(doubled, range(index))), pool=pool)))
-
-
-@kind(Refused("dataset.numbers", "_thread.lock"))
-def a_thread_that_fills_a_queue(program):
-    numbers, ended = queue.Queue(), threading.Event()
-
-    def fill():
-        for number in range(8):
-            numbers.put(number)
-        numbers.join()
-
-    thread = threading.Thread(target=fill)
-    thread.start()
-    while numbers.qsize() < 8:
-        ended.wait(0.001)
-
-    def sample(self, _):
-        return self.numbers.get(), self.thread.is_alive()
-
-    try:
-        return taken(program.load(Holding(sample, numbers=numbers, thread=thread), num_workers=1))
-    finally:
-        for _ in range(8):
-            numbers.task_done()
-        thread.join()
-
-
-@kind(Refused("dataset.lock", "_thread.lock"))
-def locks_of_threads(program):
-    def sample(self, index):
-        with self.lock, self.reentrant, self.reentrant, self.condition:
-            self.ready.set()
-        return index, self.ready.is_set(), self.local.number
-
-    local = threading.local()
-    local.number = 7
-    dataset = Holding(
-        sample,
-        lock=threading.Lock(),
-        reentrant=threading.RLock(),
-        condition=threading.Condition(),
-        ready=threading.Event(),
-        local=local,
-    )
-    return taken(program.load(dataset))
-
-
 def counting():
     yield from range(100, 200)
 
@@ -717,13 +389,6 @@ def a_generator(program):
 
 
 @kind(Refused("dataset.numbers", "builtins.generator"))
-def an_iterator_over_a_generator(program):
-    numbers = zip(counting(), itertools.count(), strict=False)
-    loader = program.load(Holding(lambda self, _: next(self.numbers), numbers=numbers))
-    return taken(loader), taken(loader), next(numbers)
-
-
-@kind(Refused("dataset.numbers", "builtins.generator"))
 def a_stream_over_a_generator(program):
     loader = program.load(Streaming(lambda self: self.numbers, numbers=(number for number in range(7))))
     return taken(loader), taken(loader)
@@ -732,20 +397,6 @@ def a_stream_over_a_generator(program):
 class Owner:
     def __init__(self, number):
         self.number = number
-
-
-@kind(Refused("dataset.owner", "weakref.ReferenceType"))
-def a_weak_reference(program):
-    owner = Owner(7)
-    dataset = Holding(lambda self, index: self.owner().number + index, owner=weakref.ref(owner))
-    return taken(program.load(dataset))
-
-
-@kind(Refused("dataset.weak"))
-def a_dictionary_of_weak_references(program):
-    owners = [Owner(number) for number in range(8)]
-    weak = weakref.WeakValueDictionary({owner.number: owner for owner in owners})
-    return taken(program.load(Holding(lambda self, index: self.weak[index].number, weak=weak)))
 
 
 # ---- functions
@@ -798,42 +449,6 @@ def a_cached_function_of_an_instance(program):
     return taken(program.load(Holding(lambda self, index: self.cube(index), cube=cube)))
 
 
-@kind(needs=("numba",))
-def a_function_that_numba_has_compiled(program):
-    import numba
-
-    square = numba.njit(lambda number: number * number)
-    square(2)
-    return taken(program.load(Holding(lambda self, index: self.square(index), square=square)))
-
-
-class Doubling(torch.nn.Module):
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return 2 * values
-
-
-def incremented(values: torch.Tensor) -> torch.Tensor:
-    return values + 1
-
-
-def scripted(obj):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is about to give it up
-        return torch.jit.script(obj)
-
-
-@kind(Refused("dataset.module", "torch.ScriptModule", "RuntimeError"))
-def a_scripted_module(program):
-    module = scripted(Doubling())
-    return taken(program.load(Holding(lambda self, index: self.module(torch.tensor(index)), module=module)))
-
-
-@kind(Refused("dataset.function", "torch.jit.ScriptFunction", "PickleError"))
-def a_scripted_function(program):
-    function = scripted(incremented)
-    return taken(program.load(Holding(lambda self, index: self.function(torch.tensor(index)), function=function)))
-
-
 @functools.partial(torch.compile, backend="eager")
 def compiled(values):
     return values + 1
@@ -842,12 +457,6 @@ def compiled(values):
 @kind()
 def a_compiled_function_of_a_module(program):
     return taken(program.load(Holding(lambda self, index: self.add(torch.tensor(index)), add=compiled)))
-
-
-@kind(Refused("dataset.add", "builtins.function"))
-def a_compiled_function(program):
-    add = torch.compile(lambda values: values + 1, backend="eager")
-    return taken(program.load(Holding(lambda self, index: self.add(torch.tensor(index)), add=add)))
 
 
 @kind()
@@ -864,32 +473,6 @@ def lambdas_and_closures(program):
 
 
 # ---- classes and values
-
-
-class Node:
-    __slots__ = "next", "number"
-
-    def __init__(self, number, following):
-        self.number = number
-        self.next = following
-
-
-@kind(Refused("dataset.first", "kinds.Node", "PicklingError"))
-def a_long_linked_list(program):
-    def sample(self, index):
-        node, total = self.first, 0
-        while node is not None:
-            node, total = node.next, total + node.number
-        return total + index
-
-    first = None
-    for number in range(100_000):
-        first = Node(number, first)
-    try:
-        return taken(program.load(Holding(sample, first=first)))
-    finally:
-        while first is not None:  # one by one, without recursion
-            first = first.next
 
 
 @kind()
@@ -922,22 +505,6 @@ def an_object_of_a_module_made_at_run_time(program):
         return taken(program.load(Holding(lambda self, index: self.triple(index), triple=module.triple)))
     finally:
         del sys.modules[module.__name__]
-
-
-@kind(Refused("dataset.pointer", "LP_c_int", "ValueError"))
-def a_pointer(program):
-    number = ctypes.c_int(7)
-    return taken(program.load(Holding(lambda self, i: self.pointer.contents.value + i, pointer=ctypes.pointer(number))))
-
-
-@kind(Refused("dataset", "kinds.Stubborn", "NotImplementedError"))
-def a_dataset_that_refuses_to_be_pickled(program):
-    return taken(program.load(Stubborn(lambda self, index: index)))
-
-
-class Stubborn(Holding):
-    def __getstate__(self):
-        raise NotImplementedError("it must not be pickled")
 
 
 @kind()
@@ -1081,20 +648,6 @@ def the_folder_and_the_environment(program):
 def of_environment(self, index):
     os.umask(umask := os.umask(0))
     return os.path.basename(os.getcwd()), os.environ.get("KINDS", ""), umask
-
-
-@kind(Refused("dataset.handler.lock", "_thread.RLock"))
-def a_handler_of_logging(program):
-    def sample(self, index):
-        self.handler.handle(logging.makeLogRecord({"msg": f"sample {index}"}))
-        return index
-
-    handler = logging.FileHandler(program.folder / "log")
-    try:
-        batches = taken(program.load(Holding(sample, handler=handler)))
-    finally:
-        handler.close()
-    return batches, sorted((program.folder / "log").read_text().splitlines())
 
 
 @kind(Differs())
@@ -1243,27 +796,3 @@ def a_loader_within_a_sample(program):
         return sum(int(batch.sum()) for batch in inner), get_worker_info().id
 
     return taken(program.load(Holding(sample)))
-
-
-@kind()
-def json_lines_that_are_found_by_their_offsets(program):
-    path = program.folder / "lines.jsonl"
-    path.write_text("".join(json.dumps({"number": number}) + "\n" for number in range(8)))
-
-    class Lines(Dataset):
-        def __init__(self):
-            self.file = None
-            self.offsets = [0]
-            with path.open("rb") as file:
-                while file.readline():
-                    self.offsets.append(file.tell())
-
-        def __len__(self):
-            return len(self.offsets) - 1
-
-        def __getitem__(self, index):
-            self.file = self.file or path.open("rb")  # lazily, in the worker
-            self.file.seek(self.offsets[index])
-            return json.loads(self.file.readline())
-
-    return taken(program.load(Lines()))

@@ -7,8 +7,6 @@ test_kinds_of_datasets.py.
 import contextlib
 import ctypes
 import errno
-import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -99,21 +97,6 @@ def ends():
     finish(script)
 
 
-@pytest.mark.parametrize(("kind", "persistent"), [("map-style", True), ("stream", False)])
-def test_a_killed_worker_is_replaced(kind, persistent, caplog):
-    loader = load(KINDS[kind](), prefetch_factor=2, persistent_workers=persistent)
-    epochs = []
-    for at in (1, 3):
-        epochs.append([])
-        for number, batch in enumerate(iterator := iter(loader)):
-            epochs[-1].append(batch.tolist())
-            if number == at:
-                kill_worker(iterator, 1)
-    assert epochs == torchs(kind, 2, prefetch_factor=2, persistent_workers=persistent)
-    assert len(lines(caplog)) == 2
-    assert all("worker 1 is lost and gets another process: killed by signal" in line for line in lines(caplog))
-
-
 @pytest.mark.parametrize(("kind", "also_workers"), [("map-style", False), ("stream", True)])
 def test_a_killed_zygote_takes_its_forks_along_and_all_are_replaced(kind, also_workers, caplog):
     batches = []
@@ -174,15 +157,6 @@ def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped():
     set_timeout(iterator, 0)
     os.kill(pid_of_zygote(iterator), signal.SIGCONT)
     assert [batches + taken(iterator)] == torchs("map-style", prefetch_factor=2)
-
-
-def test_persistent_workers_over_a_dataset_with_a_state_build_what_torchs_would_have_built():
-    def after_a_break(torchs):
-        loader = load(Drawing(), torchs=torchs, persistent_workers=True)
-        begun = [batch.tolist() for _, batch in zip(range(3), loader, strict=False)]
-        return begun, taken(loader)
-
-    assert after_a_break(torchs=False) == after_a_break(torchs=True)
 
 
 class Killing(Drawing):
@@ -300,38 +274,6 @@ def pairs(batches):
         yield from zip(threads.tolist(), parents.tolist(), strict=True)
 
 
-class CountedBatches:
-    """A batch sampler that counts how often its attributes are read, which torch's loader never does."""
-
-    reads = 0
-
-    def __iter__(self):
-        return iter([[0, 1], [2, 3]])
-
-    def __len__(self):
-        return 2
-
-    @property
-    def batch_size(self):
-        CountedBatches.reads += 1
-        return 2
-
-
-class Reads(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return CountedBatches.reads
-
-
-def test_forks_are_as_the_program_was_before_anything_else_of_iter(monkeypatch):
-    monkeypatch.setattr(CountedBatches, "reads", 0)
-    batches = list(DataLoader(Reads(), batch_sampler=CountedBatches(), num_workers=2, workers="fork"))
-    assert [batch.tolist() for batch in batches] == [[0, 0], [0, 0]]
-    assert CountedBatches.reads > 0
-
-
 def test_a_fork_in_a_program_with_threads():
     """Which hold locks, and use torch, all the time."""
     ends, lock = threading.Event(), threading.Lock()
@@ -350,62 +292,6 @@ def test_a_fork_in_a_program_with_threads():
         ends.set()
         for thread in threads:
             thread.join()
-
-
-HOOKS = """
-import os
-import random
-import threading
-
-told, lock = [], threading.Lock()
-os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
-os.register_at_fork(after_in_child=lambda: told.append(("early", os.getpid(), random.random())))
-
-import torch.utils.data
-import rayloader
-
-os.register_at_fork(after_in_child=lambda: told.append(("late", os.getpid(), random.random())))
-
-class Told:
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        with lock:
-            return [(when, pid == os.getpid()) for when, pid, _ in told], [number for *_, number in told]
-
-for loader_class in torch.utils.data.DataLoader, rayloader.DataLoader:
-    batches = list(loader_class(Told(), None, num_workers=2, collate_fn=lambda sample: sample))
-    print(all(hooks == [("early", True), ("late", True)] for hooks, _ in batches))
-    print(len({number for _, numbers in batches for number in numbers}))
-"""
-
-
-def test_callbacks_of_forks_run_once_in_each_worker_whenever_they_were_registered():
-    output, errors = finish(programs.Program(HOOKS))
-    assert (output, errors) == (["True", "4"] * 2, "")
-
-
-class Tells(Drawing):
-    """Of its process."""
-
-    trainer = 0
-
-    def __getitem__(self, index):
-        parent = multiprocessing.parent_process()
-        return multiprocessing.current_process().name, parent.is_alive(), parent.pid == self.trainer
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_fork_is_a_process_with_a_number_and_a_parent_that_lives(persistent):
-    loader = DataLoader(dataset := Tells(), None, num_workers=2, workers="fork", persistent_workers=persistent)
-    dataset.trainer = os.getpid()
-    for _ in range(2):
-        found = set(map(tuple, loader))
-        # The numbers go on from those of processes that the program, here other tests, has made before.
-        first, second = sorted(int(name.removeprefix("Process-")) for name in {name for name, *_ in found})
-        assert second == first + 1
-        assert {tuple(rest) for _, *rest in found} == {(True, True)}
 
 
 class Forks(Drawing):
@@ -464,44 +350,6 @@ def test_a_worker_that_hangs_is_restarted(tmp_path, caplog):
     assert [taken(load(Hanging(), timeout=3, on_timeout="restart"))] == torchs("map-style")
     # On a busy machine others may give nothing for three seconds too.
     assert any("worker 0 is lost and gets another process: it gave no batch for 3 s" in line for line in lines(caplog))
-
-
-def test_without_order_each_batch_comes_once():
-    batches = [batch.tolist() for batch in load(range(24), in_order=False)]
-    assert sorted(batches) == [[index, index + 1] for index in range(0, 24, 2)]
-
-
-class Broken(Drawing):
-    def __getitem__(self, index):
-        if index in (4, 5, 8):
-            raise ValueError(f"sample {index} is broken")
-        return super().__getitem__(index)
-
-
-def test_samples_that_raise_are_skipped():
-    loader = load(Broken(), on_error="skip")
-    indices = [int(sample[0]) for batch in taken(loader) for sample in batch]
-    assert indices == [index for index in range(24) if index not in (4, 5, 8)]
-    assert loader.skipped == 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_persistent_workers_over_three_epochs(kind):
-    loader = load(KINDS[kind](), persistent_workers=True)
-    assert [taken(loader) for _ in range(3)] == torchs(kind, 3, persistent_workers=True)
-
-
-def test_what_a_loader_tells_of_its_forks(tmp_path):
-    loader = load(Drawing())
-    with loader.trace(tmp_path / "trace.json"):
-        taken(loader)
-    stats = loader.stats()
-    assert (stats.num_workers, stats.epoch.batches, stats.epoch.build.count) == (2, 12, 12)
-    assert [worker.worker_id for worker in stats.epoch.workers] == [0, 1]
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert names == ["trainer", "worker 0", "worker 1"]
-    assert len([event for event in events if event["name"] == "fetch"]) == 12
 
 
 # ---- limits

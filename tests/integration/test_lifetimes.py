@@ -318,27 +318,6 @@ def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(shared, step):
     del iterator
 
 
-def test_an_interrupt_while_actors_are_created_leaves_none_lent(own, monkeypatch):
-    real = rayloader.actors.pool._remote_worker
-    made = []
-
-    class Interrupted:
-        def options(self, **options):
-            if len(made) == 1:
-                monkeypatch.setattr(rayloader.actors.pool, "_remote_worker", real)
-                raise KeyboardInterrupt
-            made.append(options)
-            return real.options(**options)
-
-    monkeypatch.setattr(rayloader.actors.pool, "_remote_worker", Interrupted())
-    loader = load(pid, 2, **own)
-    with pytest.raises(KeyboardInterrupt):
-        iter(loader)
-    assert len(made) == 1
-    assert lent(own) == []
-    assert len(set(loader)) == 2
-
-
 class NoProcess:
     """In place of an actor's handle: has no process, and is answered at once."""
 

@@ -221,12 +221,6 @@ def test_a_ray_of_the_users_is_left_running():
     assert "Traceback" not in errors
 
 
-@pytest.mark.full
-def test_accelerate_saves_and_resumes_a_loader_without_workers():
-    output, errors = finish(script := start("script_accelerate.py"))
-    assert (script.returncode, output) == (0, ["the end"]), errors
-
-
 def test_without_workers_ray_is_never_imported_whatever_the_context():
     output, errors = finish(script := Program(FOLDER / "script_no_ray.py"))
     assert (script.returncode, output, errors) == (0, ["the end"], "")
@@ -249,33 +243,3 @@ def test_ray_and_workers_are_started_ahead():
     ]
     unexpected = [line for line in errors.splitlines() if "rayloader: waiting for" not in line]
     assert unexpected == []
-
-
-@pytest.mark.full
-def test_ray_prints_that_the_programs_actors_have_died_and_not_that_a_worker_has(tmp_path):
-    (program := tmp_path / "program.py").write_text(
-        "import os, ray, rayloader\n"
-        "class Deadly(list):\n"
-        "    def __getitem__(self, index):\n"
-        "        os._exit(3)\n"
-        "try:\n"
-        "    next(iter(rayloader.DataLoader(Deadly([0]), num_workers=1, max_worker_restarts=0, workers='ray')))\n"
-        "except rayloader.WorkerDiedError as error:\n"
-        "    print(error)\n"
-        "@ray.remote\n"
-        "class Mine:\n"
-        "    def pid(self): return os.getpid()\n"
-        "    def die(self): os._exit(3)\n"
-        "mine = Mine.remote()\n"
-        "print('mine', ray.get(mine.pid.remote()), flush=True)\n"
-        "mine.die.remote()\n"
-        "input()\n"
-    )
-    script = start(program, stdin=subprocess.PIPE)
-    try:
-        told, mine, ray_said = (script.stdout.readline() for _ in range(3))  # in the order in which they have died
-    finally:
-        script.communicate("\n", timeout=HANG_LIMIT)
-    assert re.match(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly: worker 0 on .* Cause: ", told)
-    assert "A worker died" in ray_said
-    assert f"Worker PID: {mine.split()[1]} " in ray_said

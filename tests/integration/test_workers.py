@@ -1,23 +1,20 @@
 """Inside a worker: what user code finds there, and what it leaves behind."""
 
 import os
-import random
 import signal
 import socket
 import sys
 import threading
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import ray
 import torch
 from torch.utils.data import default_collate, get_worker_info
-from torch.utils.data._utils.collate import collate_str_fn, default_collate_fn_map
-from torch.utils.data._utils.worker import _generate_state
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from latches import Barrier, Mail
-from probes import Calls, Stream, as_is, in_each_worker, load, oversubscribed
+from probes import Calls, as_is, in_each_worker, load, oversubscribed
 from rayloader import DataLoader
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -113,61 +110,6 @@ def test_get_worker_info_tells_inside_and_is_none_outside():
 # ---- seeds
 
 
-def draws(index):
-    return random.random(), torch.rand(1).item(), np.random.rand()
-
-
-def expected_draws(base_seed, worker_id, count):
-    """The first draws of a worker seeded as torch seeds it."""
-    python = random.Random(base_seed + worker_id)
-    generator = torch.Generator().manual_seed(base_seed + worker_id)
-    numpy = np.random.RandomState(_generate_state(base_seed, worker_id))
-    return [(python.random(), torch.rand(1, generator=generator).item(), numpy.rand()) for _ in range(count)]
-
-
-def base_seeds(seed, count):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.empty((), dtype=torch.int64).random_(generator=generator).item() for _ in range(count)]
-
-
-def test_worker_k_is_seeded_base_seed_plus_k_anew_in_each_epoch():
-    loader = load(draws, 4, num_workers=2, generator=torch.Generator().manual_seed(3))
-    for base_seed in base_seeds(3, 2):
-        streams = [expected_draws(base_seed, worker_id, 2) for worker_id in range(2)]
-        assert list(loader) == [streams[0][0], streams[1][0], streams[0][1], streams[1][1]]
-
-
-def test_persistent_workers_are_not_seeded_again():
-    generator = torch.Generator().manual_seed(3)
-    loader = load(draws, 2, num_workers=1, generator=generator, persistent_workers=True)
-    (base_seed,) = base_seeds(3, 1)
-    assert [*loader, *loader] == expected_draws(base_seed, 0, 4)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("own_generator", [False, True])
-def test_one_base_seed_is_drawn_per_iter_from_the_generator_alone(num_workers, own_generator):
-    generator = torch.Generator().manual_seed(5) if own_generator else None
-    other, drawn_from = torch.default_generator, generator
-    if generator is None:
-        other, drawn_from = None, torch.default_generator
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        random.seed(5)
-        before = other.get_state() if other is not None else None, random.getstate(), np.random.get_state()[1].tolist()
-        loader = DataLoader(range(3), num_workers=num_workers, generator=generator)
-        for _ in range(2):
-            assert len(list(loader)) == 3
-        expected = torch.Generator().manual_seed(5)
-        for _ in range(2):
-            torch.empty((), dtype=torch.int64).random_(generator=expected)
-        assert torch.equal(drawn_from.get_state(), expected.get_state())
-        after = other.get_state() if other is not None else None, random.getstate(), np.random.get_state()[1].tolist()
-        assert str(after) == str(before)
-        if other is not None:
-            assert torch.equal(after[0], before[0])
-
-
 # ---- what a worker process has
 
 
@@ -235,11 +177,6 @@ def test_worker_init_fn_runs_once_per_epoch_or_once_for_persistent_workers(tmp_p
     mail.close()
 
 
-def test_an_iterable_dataset_is_a_copy_for_each_worker():
-    loader = DataLoader(Stream(lambda worker: [(worker, n) for n in range(2)]), None, num_workers=2, collate_fn=as_is)
-    assert list(loader) == [(0, 0), (1, 0), (0, 1), (1, 1)]
-
-
 @oversubscribed
 def test_six_workers_run_at_the_same_time(tmp_path):
     barrier = Barrier(tmp_path, 6)
@@ -249,17 +186,6 @@ def test_six_workers_run_at_the_same_time(tmp_path):
         return os.getpid()
 
     assert len(set(in_each_worker(meet, 6))) == 6
-
-
-@oversubscribed
-def test_six_iterable_workers_meet_before_the_first_batch(tmp_path):
-    barrier = Barrier(tmp_path, 6)
-
-    def meet(worker_id):
-        barrier.wait(leader=worker_id == 3)
-        yield worker_id
-
-    assert list(DataLoader(Stream(meet), None, num_workers=6)) == list(range(6))
 
 
 # ---- what is left behind
@@ -309,21 +235,6 @@ def test_the_drivers_extension_of_torchs_collate_map_reaches_the_workers(monkeyp
         list(loader)
 
 
-def test_a_function_of_torchs_for_another_class_reaches_the_workers(monkeypatch):
-    monkeypatch.setitem(default_collate_fn_map, Point, collate_str_fn)
-    (batch,) = DataLoader(Calls(Point, 2), 2, num_workers=1)
-    assert batch == [Point(0), Point(1)]
-
-
-def test_what_the_driver_has_removed_from_torchs_collate_map_the_workers_have_not(monkeypatch):
-    loader = DataLoader(Calls(float, 2), 2, num_workers=1)
-    monkeypatch.delitem(default_collate_fn_map, float)
-    with pytest.raises(TypeError, match="must contain tensors"):
-        list(loader)
-    monkeypatch.undo()
-    assert torch.equal(next(iter(loader)), torch.tensor([0.0, 1.0], dtype=torch.float64)), "the process is warm"
-
-
 def test_the_users_own_calls_of_default_collate_make_no_shared_memory():
     def collate(index):
         batch = default_collate([{"a": torch.arange(1000)}, {"a": torch.arange(1000)}])["a"]
@@ -332,15 +243,6 @@ def test_the_users_own_calls_of_default_collate_make_no_shared_memory():
         return batch.is_shared(), shared, batch.shape
 
     assert in_each_worker(collate, 1) == [(False, [], (2, 1000))]
-
-
-def test_default_collate_of_the_loader_makes_no_shared_memory():
-    def collate(samples):
-        batch = default_collate(samples)
-        return batch, batch.is_shared()
-
-    loader = DataLoader(Calls(lambda index: torch.full((1000,), index), 4), 2, num_workers=2, collate_fn=collate)
-    assert [shared for _, shared in loader] == [False, False]
 
 
 def test_fresh_processes_start_new_ones_for_each_iter():
