@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 from torch.utils._pytree import tree_leaves
@@ -59,6 +59,8 @@ def reader_of(how, source, **options):
 def test_rows_and_batches_of_any_types_and_chunks_have_what_was_stored(
     kinds, numbers, size, drawn, how, tmp_path_factory
 ):
+    if how == "row groups":  # pyarrow writes no views within lists
+        assume(not any(kind.num_fields and "view" in str(kind) for kind in kinds))
     stored = {f"c{n}": [value_of(kind, number + n) for number in numbers] for n, kind in enumerate(kinds)}
     table = pa.table({name: pa.array(stored[name], kind) for name, kind in zip(stored, kinds, strict=True)})
     source = source_of(how, [table], tmp_path_factory.mktemp("tables"), size)
