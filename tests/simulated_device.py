@@ -40,7 +40,6 @@ class SimulatedAccelerator(Accelerator):
         at_each_query: how many copies are carried out when an event is asked whether it has happened.
 
     Attributes:
-        at: called with the number of a tensor before it is pinned.
         captures: whether a stream captures a graph, in the program's thread.
         devices, threads: those for which, and in which, tensors were pinned.
         lockings: bytes of each range that was locked, one after the other.
@@ -55,7 +54,7 @@ class SimulatedAccelerator(Accelerator):
     can_register = True
 
     def __init__(self, at_each_query=0):
-        self.at_each_query, self.refuses, self.captures, self.at = at_each_query, "", False, lambda count: None
+        self.at_each_query, self.refuses, self.captures = at_each_query, "", False
         self.seconds = self.s_per_gb = 0.0
         self.throttle = Throttle(lambda: self.seconds)
         self.lock = threading.RLock()
@@ -170,11 +169,9 @@ class SimulatedAccelerator(Accelerator):
         with self.changed:
             if self.holds(tensor):
                 return tensor
-            count = self.pinned
             self.pinned += 1
             self.threads.add(threading.current_thread().name)
             self.changed.notify_all()
-        self.at(count)
         return tensor.clone()
 
     def _overlaps(self, address, nbytes):

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 from torch.utils._pytree import tree_leaves
@@ -55,9 +55,12 @@ def reader_of(how, source, **options):
     drawn=st.lists(st.integers(-9, 8), min_size=1, max_size=9),
     how=st.sampled_from(SOURCES),
 )
+@example(kinds=[pa.list_(pa.list_(pa.int8(), 2), 2)], numbers=[1, 20, 33], size=2, drawn=[2, 0], how="table")
 def test_rows_and_batches_of_any_types_and_chunks_have_what_was_stored(
     kinds, numbers, size, drawn, how, tmp_path_factory
 ):
+    if how == "row groups":  # pyarrow writes no views within lists
+        assume(not any(kind.num_fields and "view" in str(kind) for kind in kinds))
     stored = {f"c{n}": [value_of(kind, number + n) for number in numbers] for n, kind in enumerate(kinds)}
     table = pa.table({name: pa.array(stored[name], kind) for name, kind in zip(stored, kinds, strict=True)})
     source = source_of(how, [table], tmp_path_factory.mktemp("tables"), size)

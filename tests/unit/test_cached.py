@@ -628,16 +628,6 @@ def test_a_later_run_finds_the_samples_of_the_same_key_class_and_length(folder):
     assert len([*folder.iterdir()]) == 4
 
 
-def test_a_header_is_on_the_disk_before_its_file_grows(folder, monkeypatch):
-    """So the machine may die at any time, and no file of ours begins with zeros."""
-    done = []
-    for name in ("pwrite", "fsync", "posix_fallocate"):
-        call = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *given, call=call, name=name: (done.append(name), call(*given))[1])
-    opened(folder)
-    assert done == ["pwrite", "fsync", "posix_fallocate"]
-
-
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "posix_fallocate"])
 def test_a_process_that_is_killed_while_it_makes_a_file_leaves_no_damaged_one(folder, monkeypatch, call):
     def work():
