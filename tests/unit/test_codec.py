@@ -71,8 +71,6 @@ def filled(dtype, size, stride=None, offset=0):
 def tensors(draw):
     size = draw(st.lists(st.integers(0, 4), max_size=4))
     dtype = draw(st.sampled_from(STRIDED))
-    if draw(st.booleans()):
-        return filled(dtype, size)
     stride = draw(st.lists(st.integers(0, 9), min_size=len(size), max_size=len(size)))
     tensor = filled(dtype, size, stride, draw(st.integers(0, 200)))
     grows = (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1 and draw(st.booleans())
@@ -104,8 +102,11 @@ def arrays(draw):
 
 
 VALUES = st.sampled_from([None, True, -1, 2**100, 1.5, b"bytes", "seven", "\ud800", np.float32(3)])
-PAYLOADS = st.recursive(
-    st.one_of(tensors(), views(), arrays(), VALUES),
+DENSE = st.builds(filled, st.sampled_from(STRIDED), st.lists(st.integers(1, 4), max_size=4))
+BATCHES = st.lists(DENSE | VALUES, max_size=4)  # most are such a list, tuple or dict, and have a skeleton of their own
+PAYLOADS = BATCHES | BATCHES.map(tuple) | BATCHES.map(lambda parts: dict(zip("abcd", parts, strict=False)))
+PAYLOADS |= st.recursive(
+    st.one_of(DENSE, tensors(), views(), arrays(), VALUES),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.tuples(inner, inner)
