@@ -410,15 +410,6 @@ def test_hooks_of_batches_are_left_out_with_torchs_warning():
         assert not through(leaf)._backward_hooks
 
 
-def test_the_leaves_of_a_dataset_get_gradients_of_their_own():
-    leaf = torch.ones(3, requires_grad=True)
-    leaf.grad = leaf.detach() * 7
-    got = through(leaf, encode_for_worker)
-    assert got.grad is None
-    got.sum().backward()
-    assert got.grad.tolist() == [1, 1, 1]
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
 def test_the_readers_modes_do_not_matter(mode):
     with mode():
@@ -544,6 +535,7 @@ def test_classes_of_a_program_come_back_as_its_own(main, ask, monkeypatch):
     skeleton, buffers = ask(Dataset())
     assert through_copies(skeleton, buffers)[1] == "second"
     # A program that forgot the class gets it from its definition, once.
+    Batch.__qualname__ = "Forgotten"  # it may have the place in memory that the other process has given its own
     tracker = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     for key in [key for key, value in tracker.items() if value is Batch]:
         del tracker[key]
