@@ -71,8 +71,6 @@ def filled(dtype, size, stride=None, offset=0):
 def tensors(draw):
     size = draw(st.lists(st.integers(0, 4), max_size=4))
     dtype = draw(st.sampled_from(STRIDED))
-    if draw(st.booleans()):
-        return filled(dtype, size)
     stride = draw(st.lists(st.integers(0, 9), min_size=len(size), max_size=len(size)))
     tensor = filled(dtype, size, stride, draw(st.integers(0, 200)))
     grows = (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1 and draw(st.booleans())
@@ -104,8 +102,11 @@ def arrays(draw):
 
 
 VALUES = st.sampled_from([None, True, -1, 2**100, 1.5, b"bytes", "seven", "\ud800", np.float32(3)])
-PAYLOADS = st.recursive(
-    st.one_of(tensors(), views(), arrays(), VALUES),
+DENSE = st.builds(filled, st.sampled_from(STRIDED), st.lists(st.integers(1, 4), max_size=4))
+BATCHES = st.lists(DENSE | VALUES, max_size=4)  # most are such a list, tuple or dict, and have a skeleton of their own
+PAYLOADS = BATCHES | BATCHES.map(tuple) | BATCHES.map(lambda parts: dict(zip("abcd", parts, strict=False)))
+PAYLOADS |= st.recursive(
+    st.one_of(DENSE, tensors(), views(), arrays(), VALUES),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.tuples(inner, inner)
@@ -409,15 +410,6 @@ def test_hooks_of_batches_are_left_out_with_torchs_warning():
         assert not through(leaf)._backward_hooks
 
 
-def test_the_leaves_of_a_dataset_get_gradients_of_their_own():
-    leaf = torch.ones(3, requires_grad=True)
-    leaf.grad = leaf.detach() * 7
-    got = through(leaf, encode_for_worker)
-    assert got.grad is None
-    got.sum().backward()
-    assert got.grad.tolist() == [1, 1, 1]
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
 def test_the_readers_modes_do_not_matter(mode):
     with mode():
@@ -543,6 +535,7 @@ def test_classes_of_a_program_come_back_as_its_own(main, ask, monkeypatch):
     skeleton, buffers = ask(Dataset())
     assert through_copies(skeleton, buffers)[1] == "second"
     # A program that forgot the class gets it from its definition, once.
+    Batch.__qualname__ = "Forgotten"  # it may have the place in memory that the other process has given its own
     tracker = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     for key in [key for key, value in tracker.items() if value is Batch]:
         del tracker[key]

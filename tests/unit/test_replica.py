@@ -202,28 +202,23 @@ def test_it_cannot_be_written_to_by_anybody():
             change()
 
 
-def test_what_was_opened_outlives_the_image():
-    before = descriptors()
-    image = write({"kept": np.arange(1000), "dropped": np.arange(1000)})
-    assert len(descriptors()) == len(before) + 1
-    address, kept = image.address, read(image)["kept"]
-    del image
-    assert descriptors() == before
+def test_image_object_and_what_was_opened_live_without_each_other(data_file):
+    before, array = descriptors(), np.arange(1000)
+    references = sys.getrefcount(array)
+    obj = {"kept": array, "dropped": np.arange(1000), "mapped": np.memmap(data_file)}
+    image = write(obj)
+    assert write(obj, image) is image
+    del obj
     gc.collect()
+    assert sys.getrefcount(array) == references
+    address, kept = image.address, read(image)["kept"]
+    assert len(descriptors()) == len(before) + 1
+    del image
+    gc.collect()
+    assert descriptors() == before
     assert kept.tolist() == list(range(1000))
     with pytest.raises(MemoryFileError):
         open_image(address)
-
-
-def test_it_keeps_nothing_of_the_object(data_file):
-    array = np.zeros(1 << 20)
-    obj = {"array": array, "mapped": np.memmap(data_file)}
-    image = write(obj)
-    before = sys.getrefcount(array)
-    again = write(obj, image)
-    gc.collect()
-    assert sys.getrefcount(array) == before
-    assert again is image
 
 
 def test_elsewhere_a_copy_of_it_is_opened(data_file):

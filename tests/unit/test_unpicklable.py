@@ -56,14 +56,10 @@ def held(tmp_path):
         archive.write(path)
         tar.add(path)
     with contextlib.ExitStack() as stack:
-        (tmp_path / "closed").touch()
-        with (tmp_path / "closed").open() as closed:
-            pass
         yield {
             "raw": ("", stack.enter_context(io.FileIO(path))),
             "binary": ("", stack.enter_context(path.open("rb"))),
             "text": ("", stack.enter_context(path.open())),
-            "closed": ("", closed),
             "written": ("", stack.enter_context(path.open("a"))),
             "gzip": (OF_GZIP, stack.enter_context(gzip.open(tmp_path / "lines.gz"))),
             "zip": (".fp", stack.enter_context(zipfile.ZipFile(tmp_path / "lines.zip"))),
