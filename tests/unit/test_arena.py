@@ -663,6 +663,7 @@ def test_the_file_is_named_sealed_and_nowhere_in_the_file_system():
     arena = Arena(1)
     assert address.name != arena.address.name
     address = arena.address
+    assert address.nbytes == PAGE
     assert os.readlink(f"/proc/self/fd/{address.fd}") == f"/memfd:{address.name} (deleted)"
     assert not os.get_inheritable(address.fd)
     assert not [name for name in os.listdir("/dev/shm") if "rayloader" in name]
