@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import logging
 import os
-import signal
 from pathlib import Path
 
 import psutil
@@ -342,26 +341,6 @@ def test_calls_of_an_epoch_that_was_broken_off_do_not_write_to_later_batches(tmp
     assert all(same(batch, expected(number)) for number, batch in enumerate(held[8:]))
     assert len(held) == 20
     mail.close()
-
-
-def test_a_killed_worker_leaves_held_batches_intact(tmp_path):
-    request = tmp_path / "request"
-    request.touch()
-
-    def get(index):
-        if index == 2 * 9 and request.exists():
-            request.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return numbers(index)
-
-    loader = batches_of(16, get)
-    held = list(loader)
-    assert not request.exists()
-    assert any(map(in_arena, held))
-    later = list(loader)
-    for batches in (held, later):
-        assert all(same(batch, expected(number)) for number, batch in enumerate(batches))
-        assert len(batches) == 16
 
 
 def test_what_the_environment_says_is_checked(monkeypatch):
