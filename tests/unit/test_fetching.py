@@ -29,6 +29,7 @@ class BrokenInside(Broken):
     """So does its own batch of samples, of which nobody else knows."""
 
     def __getitems__(self, indices):
+        assert type(indices) is list
         return [self[index] for index in indices]
 
 
@@ -48,7 +49,7 @@ class BrokenStream(IterableDataset):
 
 def named(dataset, indices, kind=MAP, batched=True, fetcher=None, skipped=None):
     fetcher = fetcher or create_fetcher(kind, dataset, batched, False)
-    with pytest.raises((ValueError, CacheError)) as caught:
+    with pytest.raises((ValueError, CacheError, IndexError)) as caught:
         fetch(fetcher, kind, indices, skipped)
     return raised_by(caught.value)
 
@@ -60,42 +61,31 @@ BACKWARDS = Subset(Broken(), [7, 6, 5, 4, 3, 2, 1, 0])  # sample 2 raises
     ("dataset", "indices", "name"),
     [
         (Broken(), [7, 1, 5, 2], "sample 5, position 2 of 4"),
-        (Broken(), [5], "sample 5, position 0 of 1"),
         (Broken(), (1, 5), "sample 5, position 1 of 2"),
         (Broken(), range(8), "sample 5, position 5 of 8"),
         (Broken(), torch.tensor([3, 5]), "sample 5, position 1 of 2"),
-        (Broken(), np.array([3, 5]), "sample 5, position 1 of 2"),
         (Broken(), [3, np.int64(5)], "sample 5, position 1 of 2"),
         (BACKWARDS, [0, 2, 1], "sample 2, position 1 of 3"),
-        (BACKWARDS, [2, 8], "sample 2, position 0 of 2"),
         (Subset(BACKWARDS, [2, 2, 1, 0]), [3, 1], "sample 1, position 1 of 2"),
         (Subset(Subset(BACKWARDS, range(8)), [0, 2]), [0, 1], "sample 1, position 1 of 2"),
         (ConcatDataset([range(10), Broken()]), [3, 15], "sample 15, position 1 of 2"),
         (Subset(ConcatDataset([range(10), Broken()]), [15, 3]), [1, 0], "sample 0, position 1 of 2"),
         (StackDataset(range(8), Broken()), [1, 5, 2], ""),
-        (StackDataset(a=Broken(), b=range(8)), [1, 5, 2], ""),
-        (cached(Broken()), [1, 5, 2], "sample 5, position 1 of 3"),
         (cached(Broken()), [1, 5, 5], "sample 5, position 1 of 3"),
         (cached(BACKWARDS), [1, 2, 0], "sample 2, position 1 of 3"),
         (Subset(cached(Broken()), [7, 6, 5]), [0, 2, 1], "sample 2, position 1 of 3"),
         (ConcatDataset([range(10), cached(Broken())]), [3, 15], "sample 15, position 1 of 2"),
         (BrokenInside(), [1, 5, 2], ""),
         (Subset(BrokenInside(), [1, 5]), [0, 1], ""),
-        (StackDataset(range(8), BrokenInside()), [1, 5, 2], ""),
         (cached(BrokenInside()), [1, 5, 2], ""),
         (Broken(), (index for index in (3, 5)), ""),
+        (Subset(Broken(), [0, 1]), [0, 9, 1], "sample 9, position 1 of 3"),  # which it does not have
+        (Subset(BACKWARDS, [0, 1]), [0, 9, 1], "sample 9, position 1 of 3"),
+        (Subset(cached(Broken()), [0, 1]), [0, 9, 1], "sample 9, position 1 of 3"),
     ],
 )
 def test_the_sample_of_a_batch_is_named_by_the_outermost_index(dataset, indices, name):
     assert named(dataset, indices) == name
-
-
-@pytest.mark.parametrize("dataset", [Broken(), BACKWARDS, cached(Broken())])
-def test_so_is_an_index_that_the_dataset_does_not_have(dataset):
-    fetcher = create_fetcher(MAP, Subset(dataset, [0, 1]), True, False)
-    with pytest.raises(IndexError) as caught:
-        fetch(fetcher, MAP, [0, 9, 1], None)
-    assert raised_by(caught.value) == "sample 9, position 1 of 3"
 
 
 @pytest.mark.parametrize("index", [5, np.int64(5), torch.tensor(5)])
@@ -139,19 +129,12 @@ def test_what_is_left_out_of_a_stream_is_counted():
 def test_an_error_that_is_never_left_out_names_its_sample():
     class Random(Broken):
         def __getitem__(self, index):
-            if index == 5:
-                torch.rand(())
-            return index
+            return torch.rand(()) if index == 5 else index
 
     assert named(cached(Random()), 5, batched=False, skipped=[]) == "sample 5"
 
 
-def test_an_error_from_elsewhere_names_none():
-    error = ValueError("never raised")
-    assert raised_by(error) == ""
-
-
-def test_an_error_that_is_raised_again_names_the_sample_that_raised_it_last():
+def test_an_error_names_the_sample_that_raised_it_last_if_any_did():
     error = ValueError("kept")
 
     class Kept(Broken):
@@ -160,6 +143,7 @@ def test_an_error_that_is_raised_again_names_the_sample_that_raised_it_last():
                 return index
             raise error
 
+    assert raised_by(error) == ""
     assert named(Kept(), [0, 2]) == "sample 2, position 1 of 2"
     assert named(Kept(), [3]) == "sample 3, position 0 of 1"
 
@@ -168,26 +152,3 @@ def test_an_error_that_is_raised_again_names_the_sample_that_raised_it_last():
 def test_what_comes_is_what_torchs_fetcher_gives(dataset):
     torchs = DatasetKind.create_fetcher(MAP, dataset, True, lambda samples: samples, False)
     assert fetch(create_fetcher(MAP, dataset, True, False), MAP, [1, 0, 1], None)[0] == torchs.fetch([1, 0, 1])
-
-
-class Asked(Dataset):
-    """Notes what it is asked for."""
-
-    def __init__(self):
-        self.asked = []
-
-    def __len__(self):
-        return 9
-
-    def __getitem__(self, index):
-        return index
-
-    def __getitems__(self, indices):
-        self.asked.append(indices)
-        return list(indices)
-
-
-@pytest.mark.parametrize("wrap", [lambda of: of, lambda of: Subset(of, range(9)), lambda of: StackDataset(of)])
-def test_the_users_own_method_gets_a_list(wrap):
-    fetch(create_fetcher(MAP, wrap(dataset := Asked()), True, False), MAP, [1, 2], None)
-    assert [(type(indices), indices) for indices in dataset.asked] == [(list, [1, 2])]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
 from rayloader import DataLoader
 from rayloader._compat import torch_worker
@@ -83,15 +83,12 @@ def test_who_asks_for_a_worker_is_noticed():
     info = reader.worker_info(5, "data")
     copy = pickle.loads(pickle.dumps(info))
     reader.was_asked_for = False
-    assert isinstance(info, torch_worker.WorkerInfo)
     assert type(copy) is torch_worker.WorkerInfo
     assert not reader.was_asked_for
     assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 2, 5, "data")
     assert reader.was_asked_for
     assert not reader.asked  # for its part of several ranks
     assert repr(info).replace("_WorkerInfo", "WorkerInfo") == repr(copy)
-    with pytest.raises((AttributeError, RuntimeError)):
-        info.id = 3
 
 
 # ---- ranks
@@ -120,8 +117,8 @@ DATA = [*range(40)]
 
 def test_ranks_that_read_the_same(ranks):
     ranks(0)
-    assert began(DataLoader(DATA, shuffle=True)) == []
-    assert began(DataLoader(DATA, shuffle=True)) == []  # the same rank twice
+    for _ in range(2):  # the same rank twice
+        assert began(DataLoader(DATA, shuffle=True)) == []
     ranks(1)
     assert began(DataLoader(DATA[:-1], shuffle=True)) == []
     assert began(DataLoader(DATA, shuffle=True), (1, 3)) == []
@@ -145,29 +142,23 @@ class Own(SequentialSampler):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "digests"),
     [
-        lambda rank: DataLoader(DATA, num_replicas=2, rank=rank),
-        lambda rank: DataLoader(DATA, num_replicas=1, rank=0),
-        lambda rank: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, rank)),
-        lambda rank: DataLoader(DATA, sampler=Own(DATA)),
-        lambda rank: DataLoader(DATA, batch_sampler=BatchSampler(Own(DATA), 2, False)),
-        lambda rank: DataLoader(Part(DATA)),
-        lambda rank: DataLoader(DATA, sampler=DATA),
+        (lambda rank: DataLoader(DATA, num_replicas=2, rank=rank), (1, 2)),
+        (lambda rank: DataLoader(DATA, num_replicas=1, rank=0), (1, 2)),
+        (lambda rank: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, rank)), (1, 2)),
+        (lambda rank: DataLoader(DATA, sampler=Own(DATA)), (1, 2)),
+        (lambda rank: DataLoader(DATA, batch_sampler=BatchSampler(Own(DATA), 2, False)), (1, 2)),
+        (lambda rank: DataLoader(Part(DATA)), (1, 2)),
+        (lambda rank: DataLoader(DATA, sampler=DATA), (1, 2)),
+        (lambda rank: DataLoader(DATA), (1, 1)),  # the data does not show it
+        (lambda rank: DataLoader(DATA), (3,)),
     ],
 )
-def test_ranks_that_divide_the_data_or_mean_it(ranks, make):
+def test_ranks_that_divide_the_data_or_may_or_mean_it(ranks, make, digests):
     for rank in range(2):
         ranks(rank)
-        assert began(make(rank)) == []
-
-
-def test_ranks_whose_data_does_not_show_it(ranks):
-    for rank in range(2):
-        ranks(rank)
-        assert began(DataLoader(DATA), (1, 1)) == []
-        assert began(DataLoader(DATA), (3,)) == []
-        assert began(DataLoader(DATA, sampler=RandomSampler(DATA)), (rank, 5)) == []
+        assert began(make(rank), digests) == []
 
 
 def test_a_store_that_fails_is_no_error(ranks, monkeypatch):
