@@ -72,12 +72,6 @@ def await_more(iterator, seconds=1.0):
     iterator._engine._await(seconds)
 
 
-def begin_all(iterator):
-    """Until each worker has a process that was told what it is; new ones are told by the iterator's user."""
-    while [worker for worker in iterator._fleet.workers if worker.away]:
-        await_more(iterator)
-
-
 def set_timeout(iterator, seconds):
     """Has it wait for so long from now on: what came before may have taken as long as the machine needs."""
     engine = iterator._engine

@@ -740,7 +740,7 @@ for how, settings in {
 }.items():
     sample = (
         NOT_SAMPLED if how in ("file", "unicode", "assertion") else None
-    )  # tests/integration/test_errors.py has them
+    )  # tests/unit/test_caught.py has their like
     add(f"fails_{how.replace(' ', '_')}", settings, partial(failing, how), sample=sample)
 for which in "own", "library":
     add(f"fails_oddly_{which}", "0 2", partial(lambda which: {"dataset": data.Odd(which), "batch_size": None}, which))

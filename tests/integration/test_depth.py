@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from latches import HANG_LIMIT, Gate
-from probes import load
+from probes import Calls, Stream, load
 from rayloader import DataLoader
 from rayloader.transport.memory_file import MemoryFileError
 
@@ -64,44 +63,20 @@ def test_batches_of_any_size_come_from_the_deep():
     assert number == 89
 
 
-class SameArray:
-    """A map-style dataset that returns one array again and again."""
-
-    def __init__(self, numbers, length=100):
-        self.array, self.length = np.zeros(numbers, np.int64), length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        self.array[:] = index
-        return self.array
-
-
-class SameTensor(SameArray):
-    def __getitem__(self, index):
-        return torch.from_numpy(super().__getitem__(index))
-
-
-class SameBuffer(IterableDataset):
-    """A stream that yields its output buffer, as readers do that spare themselves allocations."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __iter__(self):
-        buffer = np.zeros(self.numbers, np.int64)
-        for index in range(100):
-            buffer[:] = index
-            yield buffer
-
-
 @pytest.mark.parametrize("arenas", [True, False])
 @pytest.mark.parametrize("numbers", [2, 50_000])
-@pytest.mark.parametrize("dataset", [SameArray, SameTensor, SameBuffer])
-def test_a_result_is_final_when_its_task_ends(dataset, numbers, arenas):
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_result_is_final_when_its_task_ends(kind, numbers, arenas, stream):
     """A dataset may write to what it returned as soon as it is asked for the next."""
-    loader = DataLoader(dataset(numbers), None, num_workers=1, prefetch_factor=48, arenas=arenas)
+    array = np.zeros(numbers, np.int64)
+
+    def get(index):
+        array[:] = index
+        return kind(array)
+
+    dataset = Stream(lambda worker: map(get, range(100))) if stream else Calls(get, 100)
+    loader = DataLoader(dataset, None, num_workers=1, prefetch_factor=48, arenas=arenas)
     for number, batch in enumerate(loader):
         assert (batch == number).all()
     assert number == 99

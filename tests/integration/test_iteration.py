@@ -19,28 +19,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 EXIT_LIMIT = 500.0  # seconds for a process to end; on expiry the test fails
 
 
-# ---- who builds what, and in which order it comes
-
-
-@pytest.mark.parametrize("workers", ["ray", "fork"])
-def test_workers_begin_before_the_first_batch_is_asked_for(tmp_path, workers):
-    mail = Mail(tmp_path / "mail")
-    iterator = iter(load(lambda index: mail.send(index), 2, num_workers=1, prefetch_factor=2, workers=workers))
-    assert mail.receive(2) == ["0", "1"]
-    assert list(iterator) == [None, None]
-    mail.close()
-
-
 # ---- iterators
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_iterator_outlives_its_loader(persistent):
-    loader = DataLoader(range(6), num_workers=2, persistent_workers=persistent)
-    iterator = iter(loader)
-    next(iterator)
-    del loader
-    assert [batch.item() for batch in iterator] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("workers", ["ray", "fork"])

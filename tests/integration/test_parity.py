@@ -51,15 +51,6 @@ PARITY = {
         "workers::test_worker_k_is_seeded_base_seed_plus_k_anew_in_each_epoch",
         "workers::test_persistent_workers_are_not_seeded_again",
     ],
-    "batch i goes to worker i mod W": ["iteration::test_batch_i_goes_to_worker_i_modulo_w"],
-    "exhausted workers leave the rotation": ["iteration::test_exhausted_workers_leave_the_rotation"],
-    "in_order=False gives the next task to whoever has room": [
-        "iteration::test_without_order_the_next_task_goes_to_whoever_has_room",
-    ],
-    "indices are drawn at iter(), as many as the window holds": [
-        "errors::test_indices_are_drawn_at_iter_as_many_as_the_window_holds_then_one_for_each_batch",
-    ],
-    "errors of the sampler surface at iter()": ["errors::test_the_sampler_raises_at_iter"],
     "one copy of dataset, collate_fn and worker_init_fn": [
         "workers::test_dataset_collate_fn_and_worker_init_fn_are_one_copy",
     ],
@@ -90,39 +81,17 @@ PARITY = {
         "workers::test_six_iterable_workers_meet_before_the_first_batch",
     ],
     # Errors
-    "the user's type, torch's text, the original traceback": [
-        "errors::test_getitem_raises",
-        "errors::test_collate_raises",
-        "errors::test_worker_init_fn_raises",
-        "errors::test_the_datasets_unpickling_raises",
-    ],
-    "a type that no string makes is a RuntimeError": [
-        "errors::test_types_arrive_and_what_no_string_makes_is_a_runtime_error",
-    ],
-    "iteration goes on; of an iterable dataset only that worker stops": [
-        "errors::test_getitem_raises",
-        "errors::test_iter_raises",
-        "errors::test_next_raises_and_only_that_worker_stops",
-    ],
-    "StopIteration out of a map-style dataset ends quietly": [
-        "errors::test_stop_iteration_out_of_a_map_style_dataset_ends_the_epoch_quietly",
+    "the user's type, torch's text, the original traceback; of a stream only that worker stops": [
+        "errors::test_an_error_arrives_in_its_turn_and_a_note_names_where",
     ],
     "what is raised and is no Exception is a worker that exited": [
         "errors::test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_works",
     ],
     "the timeout's text, and the process ends after it": [
-        "errors::test_a_timeout_names_batch_and_worker_and_iteration_may_go_on",
         "scripts::test_a_script_ends_by_itself_whatever_is_still_alive",
     ],
     # Batches
     "writable": ["batches::test_batches_are_writable_and_private"],
-    "strides": ["batches::test_strides_and_offsets_survive"],
-    "Parameter": ["batches::test_a_parameter_survives"],
-    "aliasing inside a batch": ["batches::test_tensors_that_shared_memory_share_it_again"],
-    "nested and sparse tensors": ["batches::test_nested_and_sparse_tensors_survive"],
-    "batch_size=None makes no tensors of ints": [
-        "batches::test_without_batching_arrays_become_tensors_and_ints_stay_ints",
-    ],
 }
 
 

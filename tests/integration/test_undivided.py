@@ -1,22 +1,19 @@
 """Data that nobody divides is warned of once; data that is divided, by whatever means, never."""
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from probes import oversubscribed
 from rayloader import DataLoader, ShuffleBuffer, get_shard_info
-from rayloader.epoch import undivided
+from rayloader.epoch import iterator, local, undivided
 from rayloader.plans import PackedStream
 
 pytestmark = [oversubscribed, pytest.mark.filterwarnings("error:workers .* began with the same (batches|samples)")]
 
-LIMIT = 240  # seconds for two ranks; on expiry the test fails
 TEXT = r"workers 0 and 1 began with the same (batches|samples), and the iterable dataset \w+ has not asked"
 
 
@@ -26,43 +23,18 @@ def nothing_said(monkeypatch):
 
 
 class Whole(IterableDataset):
-    def __iter__(self):
-        return iter(range(12))
+    """The same for everybody, but for its first item."""
 
-
-class ByWorker(IterableDataset):
-    """Its parts are copies of each other."""
+    def __init__(self, first=lambda: 0, rest=range(12)):
+        self.first, self.rest = first, rest
 
     def __iter__(self):
-        return iter([get_worker_info().id * 0, *range(12)])
+        return iter([self.first(), *self.rest])
 
 
-class ByShard(IterableDataset):
-    def __iter__(self):
-        return iter([get_shard_info().index * 0, *range(12)])
-
-
-class ByInit(IterableDataset):
-    def __iter__(self):
-        return iter(range(12))
-
+class ByInit(Whole):
     def choose(self, worker_id):
         get_worker_info().dataset.part = worker_id
-
-
-class Constant(IterableDataset):
-    def __iter__(self):
-        return iter(torch.zeros(12, 2))
-
-
-class Random(IterableDataset):
-    def __iter__(self):
-        return iter(torch.rand(12))
-
-
-class Short(IterableDataset):
-    def __iter__(self):
-        return iter(range(2))
 
 
 class Texts(IterableDataset):
@@ -70,16 +42,21 @@ class Texts(IterableDataset):
         return iter(torch.arange(96).view(12, 8))
 
 
+class Random(IterableDataset):
+    def __iter__(self):
+        return iter(torch.rand(12))
+
+
 def load(stream, epochs=2, **options):
     loader = DataLoader(stream, 2, num_workers=2, **{"workers": "fork", **options})
     return [[*loader] for _ in range(epochs)]
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
-def test_a_stream_that_nobody_divides(options):
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}, {"workers": "ray"}])
+def test_a_stream_that_nobody_divides(options, ray_session):
     with pytest.warns(UserWarning, match=TEXT) as caught:
         epochs = load(Whole(), **options)
-    assert [len(epoch) for epoch in epochs] == [12, 12]
+    assert [len(epoch) for epoch in epochs] == [14, 14]
     assert len(caught) == 1
     assert Path(caught[0].filename) == Path(__file__)  # the line that iterates
     load(Whole())  # it is said once
@@ -91,60 +68,59 @@ def test_a_stream_that_nobody_divides(options):
         ShuffleBuffer(Texts(), 1),
         ShuffleBuffer(Texts(), 100),
         PackedStream(Texts(), 16),
-        PackedStream(Texts(), 4),
         PackedStream(ShuffleBuffer(Texts(), 5), 16),
         ShuffleBuffer(PackedStream(Texts(), 4), 5),
     ],
 )
 def test_the_stream_in_a_wrapper(stream):
     """Workers draw different orders from it, and read the same."""
-    with pytest.warns(UserWarning, match=TEXT) as caught:
+    with pytest.warns(UserWarning, match=r"the iterable dataset Texts") as caught:
         load(stream)
     assert len(caught) == 1
-    assert "the iterable dataset Texts" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("stream", [ByWorker, ByShard, Constant, Random])
-def test_streams_in_a_wrapper_that_are_divided_or_may_be(stream):
-    load(ShuffleBuffer(stream(), 3), epochs=1)
+@pytest.mark.parametrize("wrap", [lambda of: of, lambda of: ShuffleBuffer(of, 3)])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        Whole(lambda: get_worker_info().id * 0),  # its parts are copies of each other
+        Whole(lambda: get_shard_info().index * 0),
+        Whole(rest=[0] * 12),
+        Random(),
+    ],
+    ids=["by worker", "by shard", "constant", "random"],
+)
+def test_streams_that_are_divided_or_may_be(stream, wrap):
+    load(wrap(stream), epochs=1)
 
 
-def test_by_actors(ray_session):
-    with pytest.warns(UserWarning, match=TEXT):
-        load(Whole(), workers="ray")
-    load(ByWorker(), workers="ray")
-
-
-@pytest.mark.parametrize("stream", [ByWorker, ByShard, Constant, Random, Short])
-def test_streams_that_are_divided_or_may_be(stream):
-    load(stream(), epochs=1)
-
-
-def test_a_stream_that_is_divided_when_its_worker_begins():
+def test_streams_that_are_too_short_or_divided_when_their_worker_begins():
+    load(Whole(rest=[1]), epochs=1)
     stream = ByInit()
     load(stream, epochs=1, worker_init_fn=stream.choose)
 
 
 def test_the_warning_as_an_error_loses_no_batch():
-    iterator = iter(DataLoader(Whole(), 2, num_workers=2, workers="fork"))
-    found = [next(iterator) for _ in range(4)]
+    batches = iter(DataLoader(Whole(), 2, num_workers=2, workers="fork"))
+    found = [next(batches) for _ in range(4)]
     with pytest.raises(UserWarning, match=TEXT):
-        next(iterator)
-    assert len(found) + len([*iterator]) == 12
+        next(batches)
+    assert len(found) + len([*batches]) == 14
 
 
-@pytest.mark.full
-def test_ranks(tmp_path):
-    command = [sys.executable, Path(__file__).parent / "script_undivided.py"]
-    ranks = [
-        subprocess.Popen([*command, str(rank), tmp_path / "store"], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = "".join(rank.communicate(timeout=LIMIT)[0] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    found = re.findall(r"(.*): 2 ranks of torch.distributed began with the same batches: (.*) gives each", said)
-    assert sorted(found) == [
-        ("in order, with workers", "BatchSampler of SequentialSampler"),
-        ("shuffle", "BatchSampler of RandomSampler"),
-    ]
-    assert len(said.splitlines()) == 2
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_that_read_the_same(num_workers, monkeypatch):
+    """Each a group of its own, as far as torch knows."""
+    store = dist.HashStore()
+    monkeypatch.setattr(undivided, "default_store", lambda: store)
+    for module in (iterator, local):
+        monkeypatch.setattr(module, "trains_in_a_group", lambda: True)
+
+    def read(rank):
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        options = {"shuffle": True, "generator": torch.Generator(), "num_workers": num_workers, "workers": "fork"}
+        return [*DataLoader(range(24), 4, **options)]
+
+    read(0)
+    with pytest.warns(UserWarning, match=r"2 ranks of torch.distributed began with the same batches: BatchSampler of"):
+        read(1)

@@ -180,8 +180,11 @@ class Epoch:
             assert [task.task_id for task in entries] == sorted(task.task_id for task in entries)
 
     def close(self) -> None:
+        """Twice, which does no harm, and wakes whoever waits."""
+        rung = self.fleet.rung
         self.engine.close()
         self.engine.close()
+        assert self.fleet.rung == rung + 2
 
 
 def expected(length: int, num_workers: int = 2, *, epoch: int = 0, first: int = 0) -> list[list[int]]:

@@ -118,11 +118,6 @@ class Process:
         return self._hosted
 
     @property
-    def heard(self) -> list[tuple[Any, ...]]:
-        """What it was told, and was sent."""
-        return self.log[: len(self.log) - len(self.queue)]
-
-    @property
     def tells_start(self) -> bool:
         return not self.fleet.forks
 

@@ -129,6 +129,7 @@ class Stories(RuleBasedStateMachine):
         for patch in self.patches:
             patch.start()
         self.epoch.open()
+        self.nothing_is_held_back()
 
     def forget(self):
         self.taken: list[int] = []  # indices, or of streams numbers of batches
@@ -224,9 +225,8 @@ class Stories(RuleBasedStateMachine):
     def it_is_closed(self, rarely):
         if rarely != 7:  # for 0 is not rare
             return
-        finished, rung = self.epoch.schedule.finished, self.fleet.rung
+        finished = self.epoch.schedule.finished
         self.epoch.close()
-        assert self.fleet.rung > rung, "whoever waits is woken"
         self.work(0, 3)
         self.epoch.engine._take()
         assert self.epoch.engine.finished == finished
@@ -269,7 +269,11 @@ class Stories(RuleBasedStateMachine):
         else:
             index = self.checked(batch)
         assert index in (left[:1] if self.in_order else left)
+        self.nothing_is_held_back()
         self.taken.append(index)
+
+    def nothing_is_held_back(self):
+        assert not any(process.queue for process in self.fleet.hosts), "what workers may be given is sent at once"
 
     def checked(self, batch) -> int:
         """The index of a batch, or of a stream its number."""
@@ -307,13 +311,12 @@ class Stories(RuleBasedStateMachine):
 
     @invariant()
     def the_books_agree(self):
-        if hasattr(self, "epoch"):
-            self.epoch.check()
-            assert self.epoch.tally.restarts == self.epoch.schedule.replaced
+        self.epoch.check()
+        assert self.epoch.tally.restarts == self.epoch.schedule.replaced
 
     @invariant()
     def the_window_holds_and_indices_are_drawn_when_torch_draws_them(self):
-        if not hasattr(self, "epoch") or self.epoch.schedule.failed or self.is_over:
+        if self.epoch.schedule.failed or self.is_over:
             return
         schedule, drawn = self.epoch.schedule, self.epoch.sampler.count
         assert len(schedule.tasks) <= self.window
@@ -325,8 +328,6 @@ class Stories(RuleBasedStateMachine):
                 assert len(mine) <= self.options["prefetch_factor"]
 
     def teardown(self):
-        if not hasattr(self, "epoch"):
-            return
         try:
             while not (self.is_over or self.has_ended):
                 self.take_one()
