@@ -8,7 +8,6 @@ import gc
 import os
 import re
 import signal
-import threading
 import traceback
 import weakref
 
@@ -322,15 +321,6 @@ def test_what_cannot_be_pickled_is_named_at_iter_with_the_remedy(options, culpri
     assert 'use workers="fork"' in remedy
 
 
-def test_the_part_of_a_batch_that_cannot_be_sent_is_named_with_the_remedy():
-    dataset = Calls(lambda index: {"deep": [1, {"lock": threading.Lock()}]})
-    error = outcomes(iter(DataLoader(dataset, 2, num_workers=1, collate_fn=as_is)))[0]
-    check_caught(error, 0, TypeError, "cannot pickle '_thread.lock' object", "TypeError")
-    assert "What the dataset or collate_fn has returned cannot be sent to the trainer" in str(error)
-    assert "batch[0]['deep'][1]['lock']: _thread.lock (TypeError: cannot" in str(error)
-    assert "let them return what it can be made from, or leave it out" in str(error)
-
-
 class RefusesToArrive:
     def __reduce__(self):
         return fail, ()
@@ -400,18 +390,3 @@ def test_a_worker_that_exits_is_torchs_error_with_its_pid_and_the_next_iter_work
     assert re.fullmatch(rf"batch [13], worker 1 \(pid {pid} on .*\), indices [13]", note_of(error))
     exits.unlink()
     assert list(loader) == list(range(6))
-
-
-# ---- no room
-
-
-def test_a_cluster_without_room_is_an_error_that_says_what_was_asked_for(monkeypatch):
-    monkeypatch.setenv("RAYLOADER_START_TIMEOUT", "0.1")
-    loader = load(as_is, ray_remote_args={"num_cpus": 0, "resources": {"unobtainium": 1}})
-    with pytest.raises(rayloader.WorkerStartError) as caught:
-        next(iter(loader))
-    text = str(caught.value)
-    assert text.startswith("2 of 2 DataLoader workers did not start within 0.1 s. Ray has ")
-    assert "unobtainium 1; node " in text
-    assert "has unobtainium 0 in all" in text
-    assert "RAYLOADER_START_TIMEOUT" in text

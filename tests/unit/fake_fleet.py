@@ -84,7 +84,6 @@ class Process:
         self.started_at: float | None = None
         self.address: WorkerAddress | None = None
         self.cannot_start = False
-        self.no_line = ""
         self.is_dead = False  # though the driver may not know
         self.is_deaf = False  # nothing arrives over its channel any more
         self.runs = runs
@@ -94,7 +93,6 @@ class Process:
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.exits_at: set[tuple[int, int]] = set()  # epochs and tasks that end it, each once
         self.has_exited = False  # it goes on until it is killed; nothing that it builds counts
-        self.log: list[tuple[Any, ...]] = []  # what it was told, in order
         self.full = 0  # answers that said that the arena was full
         self.refusals: list[str] = []
         if runs and not fleet.forks:
@@ -132,7 +130,6 @@ class Process:
     # ---- as a channel
 
     def _tell(self, kind: str, *content: Any) -> None:
-        self.log.append((kind, content[0]))
         self.queue.append((kind, self.calls, *content))
 
     def flush(self) -> None:
@@ -161,7 +158,7 @@ class Process:
     def rebuild(self, tasks: Sequence[Task]) -> None:
         self.calls += 1
         again = [(task.task_id, task.indices.indices, task.digest) for task in tasks]
-        self._tell("rebuild", [task_id for task_id, *_ in again], again)
+        self._tell("rebuild", again)
 
     def resume(self, resumed: Resumed) -> None:
         self.calls += 1
@@ -221,7 +218,7 @@ class Process:
         if (kind := fleet.outcome(task_id)) is not None:
             hosted.position += 1
             return kind
-        batch = fleet.batch(hosted.worker_id, hosted.epoch, hosted.position, indices)
+        batch = fleet.batch(hosted.worker_id, hosted.epoch, hosted.position, indices=indices)
         hosted.position += 1
         digest = zlib.crc32(repr(batch).encode())
         return Answer(
@@ -229,7 +226,7 @@ class Process:
             ResultKind.BATCH,
             tuple(to_wire(codec.encode(batch))),
             "",
-            fleet.nbytes(task_id),
+            1000,
             digest=digest,
             samples=1,
         )
@@ -239,12 +236,12 @@ class Process:
         ended = answer.kind == ResultKind.EXHAUSTED
         if ended or (answer.kind == ResultKind.BATCH and hosted.tasks % self.fleet.snapshot_every == 0):
             answer.state = tuple(hosted.state._replace(exhausted=ended))
-        answer.seconds = self.fleet.seconds
+        answer.seconds = 1.0
         answer.spent = pack_spent(hosted.worker_id, 0.0, 0.0, 0.0, 0.0, 0.0)
         answer.rebuilt = hosted.rebuilt, hosted.to_rebuild
         return replace(answer, **self.fleet.news)
 
-    def _do_rebuild(self, call: int, _: Any, again: list[Any]) -> tuple[Any, ...]:
+    def _do_rebuild(self, call: int, again: list[Any]) -> tuple[Any, ...]:
         hosted = self.hosted
         hosted.left.extend((call, *task) for task in again)
         hosted.to_rebuild += len(again)
@@ -309,8 +306,6 @@ class FakeFleet:
         batch: makes a batch, from worker_id, epoch, position of the worker's random stream, and indices.
         length: batches of a worker's stream, for iterable datasets.
         outcome: the result of a task that gives no batch.
-        nbytes: of a task's batch.
-        seconds: that a batch takes.
         news: fields of every `Answer`.
         slice: how many batches are rebuilt for one answer.
         snapshot_every: after how many batches a worker sends a snapshot.
@@ -332,16 +327,9 @@ class FakeFleet:
         self.mail: list[tuple[Process, Any]] = []
         self.works = True
         self.random: random.Random | None = None
-        self.batch: Callable[..., Any] = lambda worker_id, epoch, position, indices: [
-            worker_id,
-            epoch,
-            position,
-            *indices,
-        ]
+        self.batch: Callable[..., Any] = lambda *place, indices: [*place, *indices]
         self.length: Callable[[int], int] | None = None
         self.outcome: Callable[[int], Answer | None] = lambda task_id: None
-        self.nbytes: Callable[[int], int] = lambda task_id: 1000
-        self.seconds = 1.0
         self.news: dict[str, Any] = {}
         self.slice = 1000
         self.snapshot_every = 3
@@ -435,7 +423,7 @@ class FakeFleet:
 
     def fall_back(self, worker: Worker, reason: str) -> None:
         host: Any = worker.host
-        host.no_line, host.is_deaf, worker.away = reason, False, True
+        host.is_deaf, worker.away = False, True
 
     # ---- workers
 

@@ -178,13 +178,14 @@ def test_a_process_that_dies_while_it_rebuilds_blames_no_task(begin):
     assert epoch.schedule._kills == {10: 1}
 
 
-def test_news_of_the_arena_reach_it(begin):
+def test_news_of_the_arena_reach_it_and_measurements_know_the_lane(begin):
     epoch = begin()
     epoch.fleet.news = {"full": True, "no_arena": "no file"}
     epoch.open()
     epoch.take()
     assert epoch.fleet.process(0).full
     assert set(epoch.fleet.process(0).refusals) == {"no file"}
+    assert (epoch.tally.workers[0].lane, epoch.tally.workers[0].process) == ("line", "fork")
 
 
 @pytest.mark.parametrize("pin", [None, lambda batch: batch], ids=["alone", "with a thread that works ahead"])

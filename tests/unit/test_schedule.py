@@ -42,7 +42,6 @@ from rayloader.epoch.messages import (
     WorkerReady,
 )
 from rayloader.epoch.schedule import Schedule
-from rayloader.task import GONE, TaskState
 from schedule_rules import check_rules
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "schedule").glob("*.txt"))
@@ -188,19 +187,6 @@ def opened(num_workers: int, prefetch_factor: int, **options: bool | int) -> Sch
     for _ in range(num_workers * prefetch_factor):
         schedule.handle(IndicesDrawn(None))
     return schedule
-
-
-def test_closing_moves_each_task_to_gone_whatever_its_state():
-    schedule = opened(2, 4, dynamic=True, max_restarts=1)
-    schedule.handle(TaskDone(0))
-    schedule.handle(TaskDone(2))
-    schedule.handle(WorkerLost(1, "killed"))
-    tasks = schedule.tasks
-    assert {task.state for task in tasks} == set(TaskState) - {GONE}
-    schedule.handle(Closed())
-    assert {task.state for task in tasks} == {GONE}
-    assert schedule.tasks == ()
-    check_rules(schedule)
 
 
 INTERRUPTED = [
