@@ -57,35 +57,14 @@ def test_workers_of_both_nodes_have_an_image_each(nodes):
     assert (totals, places, len(images)) == ({TOTAL}, {nodes.here, nodes.away}, 2)
 
 
-def shared_memory(folder):
-    return torch.zeros(1000).share_memory_(), r"/dev/shm/torch_.*can't be opened on node.*another node.*clone"
+def test_shared_memory_does_not_reach_another_node():
+    with pytest.raises(ReplicaError, match=r"/dev/shm/torch_.*can't be opened on node.*another node.*clone"):
+        list(holding(torch.zeros(1000).share_memory_(), look))
 
 
-def missing_file(folder):
-    """As one without a name is on any other node: these share their file system."""
-    np.arange(1000).tofile(folder / "data")
-    data = np.memmap(folder / "data", np.int64, mode="r")
-    (folder / "data").unlink()
-    return data, rf"{folder}/data \(deleted\).*node \S+ does not have.*driver's node"
-
-
-def open_file(folder):
+@pytest.mark.full
+def test_an_open_file_is_an_error_that_names_it(tmp_path):
     """On one node its workers would be forks; here some would lack it."""
-    return (folder / "data").open("wb"), "cannot pickle"
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (shared_memory, ReplicaError),
-        pytest.param(missing_file, ReplicaError, marks=pytest.mark.full),
-        pytest.param(open_file, TypeError, marks=pytest.mark.full),
-    ],
-)
-def test_what_does_not_reach_another_node_is_an_error_that_names_it(make, error, tmp_path):
-    data, message = make(tmp_path)
-    with pytest.raises(error, match=message) as caught:
-        list(holding(data, look))
-    if make is open_file:
-        data.close()
-        assert "It cannot be sent to the workers: dataset.data" in str(caught.value.__notes__)
+    with (tmp_path / "data").open("wb") as file, pytest.raises(TypeError, match="cannot pickle") as caught:
+        list(holding({"file": file}, look))
+    assert "It cannot be sent to the workers: dataset.data['file']" in str(caught.value.__notes__)
