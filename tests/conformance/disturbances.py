@@ -184,7 +184,8 @@ def kill(run, worker_id=None):
         worker_id = run.step % len(actors_of(run.iterator)) if worker_id is None else worker_id
         while not has_started(run.iterator, worker_id):
             await_more(run.iterator)
-        kill_worker(run.iterator, worker_id)
+        with contextlib.suppress(ProcessLookupError):  # it was killed before, and nobody knows it yet
+            kill_worker(run.iterator, worker_id)
 
 
 def kill_all_and_save(run):

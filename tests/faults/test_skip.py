@@ -83,7 +83,7 @@ DROPPED = {  # what the dataset is, how it is loaded: the batches, and which sam
     "all": (Numbers(40, range(40)), {}, [], range(40)),
     "all in any order": (Numbers(40, range(40)), {"in_order": False}, [], range(40)),
     "without batching": (Numbers(6, {1, 4}), {"batch_size": None}, [0, 2, 3, 5], {1, 4}),
-    "of a stream without batching": (NumberStream(6, {1, 4}), {"batch_size": None}, [0, 3, 2, 5], {1, 4}),
+    "of a stream without batching": (NumberStream(6, {1, 4}), {"batch_size": None}, [0, 2, 3, 5], {1, 4}),
     # Of a map-style dataset it looks at the sampler's batches: sample 6 is never asked for.
     "drop_last": (Numbers(8, {1, 6}), {"batch_size": 3, "drop_last": True}, [[0, 2], [3, 4, 5]], {1}),
     "drop_last of a stream": (

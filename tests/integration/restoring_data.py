@@ -1,7 +1,6 @@
 """What the tests of restored workers load: random generators in every place where users keep them, and streams."""
 
 import functools
-import os
 import random
 import string
 import threading
@@ -236,15 +235,6 @@ class Untellable(Transformed):
 class RaisesInStateDict(Untellable):
     def state_dict(self):
         raise OSError("as planned")
-
-
-class DrawsDifferently(IterableDataset):
-    """A random number of random numbers, of a generator that nobody can see."""
-
-    def __iter__(self):
-        for number in range(80):
-            torch.rand(int.from_bytes(os.urandom(2), "big") + 1)
-            yield [number, torch.rand(1)]
 
 
 def lists(batch):

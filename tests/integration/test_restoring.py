@@ -27,7 +27,7 @@ HANG_LIMIT = 500.0  # seconds that a test waits for a batch
 
 
 def make(arguments, **options):
-    """A loader of forks, of which a snapshot would be rare: not before all that an epoch has could be built again."""
+    """A loader of forks. Without `snapshots`, those of so short an epoch are rare, and all of it may be built again."""
     torch.manual_seed(1)
     usual = {"batch_size": 4, "num_workers": 2, "prefetch_factor": 2, "timeout": HANG_LIMIT, "workers": "fork"}
     return DataLoader(**{**usual, **arguments, **options})
@@ -108,7 +108,6 @@ CANNOT = {  # the dataset; the error of each batch of a worker that has to build
     "made late": (lambda: Transformed(data.Late()), ReplayError, "that was created while loading"),
     "the process": (lambda: Transformed(lambda index: [index, os.getpid()]), ReplayError, ""),
     "a stream of the process": (lambda: Stream(lambda worker: ([k, os.getpid()] for k in range(80))), ReplayError, ""),
-    "draws that differ": (data.DrawsDifferently, ReplayError, ""),
     "a buffer": (data.ForgetsItsBuffer, ReplayError, r"differs from the original: .* such as a shuffle buffer"),
     "a stream that raises": (lambda: data.FailsToGoOn(True), ReplayError, "did not come|as planned"),
     "a stream that ends": (lambda: data.FailsToGoOn(False), ReplayError, "did not come|has ended"),
