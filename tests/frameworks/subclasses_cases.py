@@ -106,7 +106,7 @@ class Fake:
 
 
 STAND_INS = {
-    "nodes": lambda: Nodes(Augmented(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
+    "nodes": lambda: Nodes(Augmented(), batch_size=4, shuffle=True, num_workers=2),
     "seeded": lambda: Seeded(Randomized(), batch_size=4, num_workers=2),
     "endless": lambda: Endless(Augmented(), batch_size=4, shuffle=True, num_workers=2),
     "fake": lambda: Fake(2),

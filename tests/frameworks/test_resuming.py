@@ -60,7 +60,10 @@ def accelerate(dataset, folder, state, configuration=None, **options):
 
 
 def accelerate_saves(dataset, folder, state, **options):
-    """Its `save_state`, for which it makes torchdata's loader; within the first epoch."""
+    """Its `save_state`, for which it makes torchdata's loader; within the first epoch.
+
+    It saves the generators of this process too, a batch ahead: without workers random samples are others.
+    """
     configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
     loader = accelerator.prepare(made(dataset, **options))
@@ -137,31 +140,35 @@ def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=Non
 
 
 class Row:
-    """A program, where its states are tried, and with what it is run.
+    """A program, after which of its steps it is continued, and with what it is run.
 
     Args:
         program: see above.
-        steps: that have been made; of these numbers those that an epoch of `length` batches has.
-        datasets: the names of what is read.
-        full: whether for `make test-full` alone.
+        steps: how many have been made.
+        datasets: what is read.
+        workers: how many, in turn.
+        full: whether for `make test-full` alone, which else all are but the last number of workers.
         options: of the program, or of its loader.
     """
 
-    def __init__(self, program, steps=(1, 7, 8, 11), datasets=(Augmented, Numbers), full=False, **options):
-        self.program, self.steps, self.datasets, self.full, self.options = program, steps, datasets, full, options
+    def __init__(
+        self, program, steps=(1, 7, 8, 11), datasets=(Augmented, Numbers), workers=(2, 0), full=False, **options
+    ):
+        self.program, self.steps, self.datasets, self.options = program, steps, datasets, options
+        self.workers = {number: full or number != workers[-1] for number in workers}
 
 
 IN_LIGHTNING = partial(Row, lightning, full=True)
 ROWS = {
     "torchdata": Row(stateful),
-    "Accelerate": Row(accelerate, configuration={"dispatch_batches": False}),
+    "Accelerate": Row(accelerate, workers=(0, 2), configuration={"dispatch_batches": False}),
     "Accelerate with torch's sampler": Row(accelerate, configuration={"use_seedable_sampler": False}, full=True),
     "Accelerate that dispatches": Row(accelerate, configuration={"dispatch_batches": True}),
-    "Accelerate's checkpoints": Row(accelerate_saves, (1, 3)),
+    "Accelerate's checkpoints": Row(accelerate_saves, (1, 3), workers=(2,)),
     "Ray Train": Row(ray_train, (1, 3, 4, 6)),
     "Lightning": IN_LIGHTNING(),
     "Lightning, a limit": IN_LIGHTNING((2, 3, 6, 7), (Augmented,), epochs=3, limit=3),
-    "Lightning, a limit, persistent": IN_LIGHTNING((2, 3), (Augmented,), limit=3, persistent_workers=True),
+    "Lightning, a limit, persistent": IN_LIGHTNING((2, 3), (Augmented,), (2,), limit=3, persistent_workers=True),
     "Lightning, steps read": IN_LIGHTNING((3, 8, 11), (Augmented,), steps_first=True),
     "Lightning, after an epoch": IN_LIGHTNING((8,), (Augmented,), saves="epoch"),
     "Lightning, min_size": IN_LIGHTNING((1, 2, 3, 4), mode="min_size"),
@@ -170,18 +177,11 @@ ROWS = {
 }
 
 
-def marks(row, workers):
-    return [pytest.mark.full] * (row.full or (workers > 0 and row is not ROWS["Accelerate"]))
-
-
 CASES = [
-    pytest.param(
-        name, dataset, workers, marks=[pytest.mark.full] * (row.full or (workers > 0 and name != "Accelerate"))
-    )
+    pytest.param(name, dataset, number, marks=[pytest.mark.full] * full)
     for name, row in ROWS.items()
     for dataset in row.datasets
-    for workers in (2, 0)
-    if workers or "persistent" not in name
+    for number, full in row.workers.items()
 ]
 
 
