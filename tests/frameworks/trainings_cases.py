@@ -79,10 +79,14 @@ def by_hand(model, loader, evaluation, backward=torch.Tensor.backward):
             optimizer.zero_grad()
             backward(model(**batch)["loss"])
             optimizer.step()
-        model.eval()
-        for batch in evaluation:
-            model(**batch)
+        evaluate(model.eval(), evaluation)
         model.train()
+
+
+@torch.no_grad()
+def evaluate(model, loader):
+    for batch in loader:
+        model(**batch)
 
 
 def accelerate(model, *loaders, **configuration):
@@ -91,8 +95,7 @@ def accelerate(model, *loaders, **configuration):
     try:
         inner, loader, evaluation = accelerator.prepare(model, *loaders)
         by_hand(inner, loader, evaluation, accelerator.backward)
-        for batch in accelerator.skip_first_batches(loader, 2):
-            inner(**batch)
+        evaluate(inner, accelerator.skip_first_batches(loader, 2))
         model.seen += [accelerator.gather_for_metrics(batch["inputs"]).tolist() for batch in evaluation]
     finally:
         for state in (AcceleratorState, GradientState, PartialState):
