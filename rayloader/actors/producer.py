@@ -302,13 +302,9 @@ class Calls:
         self._session, self._pid = session.ensure(), os.getpid()
         self.producer, self.name = producer, name
 
-    def is_live(self) -> bool:
-        """Whether Ray may be called: this is the process, and the session."""
-        return os.getpid() == self._pid and session.current() == self._session
-
     def check(self) -> None:
-        """Raises RaySessionError if Ray may not be called."""
-        if not self.is_live():
+        """Raises RaySessionError if Ray may not be called: this is another process, or session."""
+        if os.getpid() != self._pid or session.current() != self._session:
             raise RaySessionError(f"the share {self.name!r} is of another process, or of a Ray that was shut down")
 
     def begin(self, method: str, *arguments: Any) -> Any:
@@ -335,12 +331,13 @@ class Calls:
 
     def leave(self, *consumer: int) -> None:
         """A consumer needs nothing more."""
-        if self.is_live():
+        with contextlib.suppress(RaySessionError):
             self.begin("leave", *consumer)
 
     def end(self) -> None:
         """Ends the producer, and with it the workers of its loader."""
-        if self.is_live():
+        with contextlib.suppress(RaySessionError):
+            self.check()
             ray.kill(self.producer)
 
 
