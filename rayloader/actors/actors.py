@@ -128,7 +128,7 @@ class Actors(Processes):
             if LOCAL_LINES and actor.is_near:
                 return ActorLine(actor, mailbox)
             if not session.uses_tls():
-                return TcpCalls(actor, mailbox, session.node_ip(), self._room)
+                return TcpCalls(actor, mailbox, ray.util.get_node_ip_address(), self._room)
         except LineError as error:
             self.refused(actor, str(error))
         return None

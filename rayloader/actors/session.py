@@ -219,11 +219,6 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def node_ip() -> str:
-    """This node's address for other nodes."""
-    return str(ray.util.get_node_ip_address())
-
-
 def uses_tls() -> bool:
     """Whether Ray encrypts its connections, according to Ray's own settings."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 import reprlib
-from typing import Any
 
 from rayloader.epoch.messages import Fail
 from rayloader.errors import BatchTimeoutError, WorkerDiedError, add_note
@@ -39,12 +38,9 @@ def indices_of(task: Task, *, at_most: int = 6) -> str:
     shortened = reprlib.Repr()
     shortened.maxlist = shortened.maxtuple = at_most
     indices = getattr(task.indices, "indices", None)  # without workers a stream's task has none
-    return "" if _stands_for_nothing(indices) else shortened.repr(indices)
-
-
-def _stands_for_nothing(indices: Any) -> bool:
-    """Whether these are the placeholders that torch draws for iterable datasets."""
-    return indices is None or (isinstance(indices, list) and all(index is None for index in indices))
+    # Nothing but None: the placeholders that torch draws for iterable datasets.
+    none = indices is None or (isinstance(indices, list) and all(index is None for index in indices))
+    return "" if none else shortened.repr(indices)
 
 
 def worker_died(fail: Fail, address: WorkerAddress | None, task: str | None) -> WorkerDiedError:

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset, default_collate
 from inside import held_by_mailbox, taken_from
 from latches import Gate, Mail
 from rayloader import DataLoader
-from rayloader.actors import session
 from rayloader.actors.actors import ActorLine, RayCalls, TcpCalls
 from rayloader.protocol import Answer, ResultKind, Up, carried
 from rayloader.resume.digest import drawn
@@ -91,7 +90,7 @@ class Peer:
         if self.kind == "calls":
             return RayCalls(self.actor, self.mailbox)
         if self.kind == "tcp":
-            return TcpCalls(self.actor, self.mailbox, session.node_ip(), self.memory.room)
+            return TcpCalls(self.actor, self.mailbox, ray.util.get_node_ip_address(), self.memory.room)
         return ActorLine(self.actor, self.mailbox)
 
     def task(self, *requests):
