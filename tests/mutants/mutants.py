@@ -10,11 +10,8 @@ command may be interrupted. The table, `build/mutants/results.json`, names each 
 """
 
 import argparse
-import contextlib
 import json
 import os
-import queue
-import select
 import shutil
 import subprocess
 import sys
@@ -64,48 +61,32 @@ def reach(folder):
     return [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
 
 
-class Judge:
-    """A process that has collected the tests of a folder, and gives mutants to them; see judge.py."""
-
-    def __init__(self, folder, names):
-        files = sorted({name.split("::")[0] for name in names})
-        arguments = ["-vv", "-p", "no:cacheprovider", "-p", "judge", *files]
-        with (HERE / f"judge-{folder}.log").open("w") as log:
-            self.process = pytest(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-
-    def fate(self, number, tests, limit):
-        """What these tests, names with seconds, say of a mutant: None if all pass."""
-        names, log = HERE / f"mutant-{number}.txt", HERE / f"mutant-{number}.log"
-        names.write_text("\n".join(name for name, _ in tests))
-        log.touch()
-        print(number, names, log, sep="\t", file=self.process.stdin, flush=True)
-        pid, began = int(self.process.stdout.readline()), time.monotonic()
-        slowest = max(seconds for _, seconds in tests)
+def fate(number, tests, limit):
+    """What the tests say of a mutant: killed by one, hanging in one, survived all, or not known within the limit."""
+    began, log = time.monotonic(), HERE / f"mutant-{number}.log"
+    by_folder = {}
+    for name, seconds, _ in sorted(tests, key=lambda test: test[1]):
+        by_folder.setdefault(name.split("/")[1], []).append((name, seconds))
+    for some in sorted(by_folder.values(), key=lambda some: sum(seconds for _, seconds in some) / len(some)):
+        names = HERE / f"mutant-{number}.txt"
+        names.write_text("\n".join(name for name, _ in some))
+        slowest = max(seconds for _, seconds in some)
+        with log.open("w") as output:
+            arguments = ["-x", "-p", "no:cacheprovider", "-vv", f"@{names}"]
+            process = pytest(*arguments, mutant=number, stdout=output, stderr=subprocess.STDOUT)
         size, news = 0, time.monotonic()
-        while not select.select([self.process.stdout], [], [], 1.0)[0]:
+        while process.poll() is None:
+            time.sleep(0.2)
             now = time.monotonic()
             if log.stat().st_size != size:
                 size, news = log.stat().st_size, now
             why = "hangs" if now - news > HANGS + 10 * slowest else "not known" if now - began > limit else ""
             if why:
-                os.killpg(pid, 9)
-                self.process.stdout.readline()
+                os.killpg(process.pid, 9)
+                process.wait()
                 return why, last_test(log)
-        failed = int(self.process.stdout.readline()) != 0
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, 9)  # what a test that failed has left
-        return ("killed", last_test(log)) if failed else None
-
-
-def fate(number, tests, limit, judges):
-    """What the tests say of a mutant: killed by one, hanging in one, survived all, or not known within the limit."""
-    began, by_folder = time.monotonic(), {}
-    for name, seconds, _ in sorted(tests, key=lambda test: test[1]):
-        by_folder.setdefault(name.split("/")[1], []).append((name, seconds))
-    for folder, some in sorted(by_folder.items(), key=lambda item: sum(s for _, s in item[1]) / len(item[1])):
-        said = judges[folder].fate(number, some, limit - (time.monotonic() - began))
-        if said is not None:
-            return said
+        if process.returncode != 0:
+            return "killed", last_test(log)
     return "survived", f"{len(tests)} tests"
 
 
@@ -139,29 +120,15 @@ def main():
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         for some in pool.map(reach, [Path("tests") / folder for folder in folders]):
             tests += some
-        names_by_folder = {}
-        for name, _, _ in tests:
-            names_by_folder.setdefault(name.split("/")[1], []).append(name)
-        crews = queue.SimpleQueue()
-        for _ in range(SIDE_BY_SIDE):
-            crews.put({folder: Judge(folder, some) for folder, some in names_by_folder.items()})
         results_file = HERE / "results.json"
         results = json.loads(results_file.read_text()) if results_file.exists() else {}
 
         def judge(number):
-            reaching = [test for test in tests if number in test[2]]
-            if names[number] in results:
-                return
-            if reaching:
-                judges = crews.get()
-                try:
-                    results[names[number]] = fate(number, reaching, given.limit, judges)
-                finally:
-                    crews.put(judges)
-            else:
-                results[names[number]] = "not reached", ""
-            results_file.write_text(json.dumps(results, indent=1))
-            print(f"{names[number]}: {' '.join(results[names[number]])}", flush=True)
+            if names[number] not in results:
+                reaching = [test for test in tests if number in test[2]]
+                results[names[number]] = fate(number, reaching, given.limit) if reaching else ("not reached", "")
+                results_file.write_text(json.dumps(results, indent=1))
+                print(f"{names[number]}: {' '.join(results[names[number]])}", flush=True)
 
         list(pool.map(judge, range(len(chosen))))
     print(dict(Counter(how for how, _ in results.values())))
