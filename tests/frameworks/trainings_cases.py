@@ -181,8 +181,12 @@ def tokenized(model, loader, _):
     texts = datasets.Dataset.from_dict({"text": ["low " * (number % 5) for number in range(26)]})
     texts = texts.map(lambda row: tokens(row["text"]), remove_columns="text")
     collator = transformers.DataCollatorWithPadding(tokens)
-    kind = rayloader.DataLoader if isinstance(loader, rayloader.DataLoader) else DataLoader
-    for batch in kind(texts, 3, shuffle=True, collate_fn=collator, num_workers=loader.num_workers):
+    options = {"shuffle": True, "collate_fn": collator, "num_workers": loader.num_workers}
+    if isinstance(loader, rayloader.DataLoader):
+        made = rayloader.DataLoader(texts, 3, **options, on_error=loader.on_error)
+    else:
+        made = DataLoader(texts, 3, **options)
+    for batch in made:
         model.seen.append({name: value.tolist() for name, value in batch.items()})
 
 
@@ -220,9 +224,15 @@ FRAMEWORKS = {
 }
 
 
+# What draws random numbers as it is imported.
+PACKAGES = {name: ["any_torchvision", name.lower()] for name in ("Lightning", "Transformers")}
+
+
 def trained(name, loader_class=DataLoader, dataset=None, **options):
     """What the model has seen, as JSON gives it back."""
     framework, data, setting = name.split(", ")
+    for package in PACKAGES.get(framework.split()[0], ()):
+        importlib.import_module(package)
     seed(1)
     given = {**DATA[data](), **SETTINGS[setting], **options, **({"dataset": dataset} if dataset else {})}
     evaluation = loader_class(Sums(), 16, **SETTINGS[setting], **options)
