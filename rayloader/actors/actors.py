@@ -269,6 +269,13 @@ class RayCalls(ActorCalls):
         self._unanswered.clear()
 
 
+def _is_actor(process: Actor, pid: int) -> bool:
+    try:
+        return not process.has_started() or process.address.pid == pid  # type: ignore[union-attr]
+    except NeverStarts:  # it died meanwhile
+        return False
+
+
 class ActorLine(ActorCalls, LineCalls):
     """A line, served by one long Ray call.
 
@@ -280,7 +287,7 @@ class ActorLine(ActorCalls, LineCalls):
     _cause_patience = CAUSE_PATIENCE_S
 
     def __init__(self, process: Actor, mailbox: Mailbox, line: TcpDriverLine | None = None) -> None:
-        super().__init__(process, mailbox, line or DriverLine(self._is_actor))
+        super().__init__(process, mailbox, line or DriverLine(functools.partial(_is_actor, process)))
         self._served: RayAnswer | None = None  # to the call that serves the line, once that was made
         # Messages that the call itself carries, so that the driver need not accept the worker's connection first.
         self._early: list[bytes] = []
@@ -292,12 +299,6 @@ class ActorLine(ActorCalls, LineCalls):
             super()._send(message)
         else:
             self._early.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-    def _is_actor(self, pid: int) -> bool:
-        try:
-            return not self.process.has_started() or self.process.address.pid == pid  # type: ignore[union-attr]
-        except NeverStarts:  # it died meanwhile
-            return False
 
     @override
     def flush(self) -> None:
