@@ -114,7 +114,7 @@ class LocalIterator(OfOneProcess, SingleProcessIterator):
         self._samples = 0  # number of samples in the last batch
         self._drawn = position.next_task  # tasks whose indices were drawn
         self._checksum = position.checksum  # of their indices
-        self._asked = saved is not None  # the sampler's iterator
+        self._asked = saved is not None and saved.draws > 0  # the sampler's iterator
 
     # ---- the dataset's iterator
 
