@@ -182,8 +182,8 @@ class DataLoader(_TorchLoaderOf[_T_co]):
         snapshot_every_n_steps: accepted for code that was written for torchdata's StatefulDataLoader, and without
             effect: a state always records the last batch that was taken, and a worker takes snapshots as often as that
             costs one percent of its time.
-        name: what the loader is called where it is shown: in its `repr`, in Ray's list of actors, and in the titles of
-            the actors' processes ("rayloader:train:0"). By default the name of the dataset's class.
+        name: what the loader is called where it is shown: in its `repr`, and in Ray's list of actors
+            ("rayloader:train:0"). By default the name of the dataset's class.
         num_replicas: number of ranks (processes that train together) among which the data is divided. With only one of
             `num_replicas` and `rank`, the other comes from torch.distributed; with neither, nothing is divided. See
             the how-to page on ranks for what each rank gets. In short: without a sampler of yours the sampler is

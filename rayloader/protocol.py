@@ -39,9 +39,9 @@ def carried() -> tuple[type, ...]:
 class Down:
     """The first item of a message to a worker process, and what follows it."""
 
-    RUN = 0  # a call: call, task_id, indices, room; see `WorkerProcess.run`
-    REBUILD = 1  # a call: call, tasks; see `WorkerProcess.rebuild`
-    RESUME = 2  # a call: call, epoch, shared_seed, dataset_epoch; see `WorkerProcess.resume`
+    RUN = 0  # a call: call, task_id, indices, room; see `Hosting.run`
+    REBUILD = 1  # a call: call, tasks; see `Hosting.rebuild`
+    RESUME = 2  # a call: call, epoch, shared_seed, dataset_epoch; see `Hosting.resume`
     START = 3  # a call to a fork: call, setup, state; an actor's goes through Ray, see `WorkerProcess.start`
 
 

@@ -12,10 +12,9 @@ turned away, and has learned 32 random bytes. Only a few may be about to answer,
 stranger delays nobody, because a worker that was turned away for that reason tries again until its time limit.
 
 NOTE [Silence]
-A machine that loses power sends nothing. TCP probes it when there is nothing to send (keepalive).
-If something was sent, TCP only sends it again, for a quarter of an hour; so the driver checks how long ago the other
-machine has acknowledged anything. TCP_USER_TIMEOUT would do the same with one exception: it also ends the connection to
-a worker that is alive, and does not read while it builds a batch.
+A machine that loses power sends nothing. TCP probes it when there is nothing to send (keepalive). If something was
+sent, TCP only sends it again, for a quarter of an hour: then it is Ray that says so, after up to half a minute. With
+TCP_USER_TIMEOUT a worker that is alive, and does not read while it builds a batch, would be lost too.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ CONNECT_S = 8.0
 # How long the driver may then take to send something, in seconds: the program may block its threads.
 GREETING_S = 60.0
 _RETRY_S = 0.05
-# A machine is considered dead after this many seconds without any sign of it.
-SILENCE_S = 5.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
-_TCP_INFO = struct.Struct("8B24I")  # of Linux; more may follow
-_PROBES, _UNACKED, _LAST_ACK = 3, 8 + 4, 8 + 12  # places in it: unanswered, packets, milliseconds ago
 
 NewBuffer = Callable[[int], memoryview]
 
@@ -70,7 +65,7 @@ class TcpAddress:
 
 
 class TcpSocket(LineSocket):
-    """A socket whose end the other machine notices at once, and that notices the other's silence."""
+    """A socket whose end the other machine notices at once, and that notices when the other is gone."""
 
     def watch(self) -> None:
         """After connecting: sends small messages at once, and notices if the other machine is gone."""
@@ -84,16 +79,6 @@ class TcpSocket(LineSocket):
         """Lets the other end see at once that this one is closed, and not only that it has finished sending."""
         with contextlib.suppress(OSError):
             self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the other machine has given no sign for too long, although something was sent to it."""
-        try:
-            info = _TCP_INFO.unpack(self.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
-        except (OSError, AttributeError, struct.error):  # closed, or not Linux: then TCP reports it later
-            return False
-        asked: bool = info[_UNACKED] > 0 or info[_PROBES] > 1
-        return asked and bool(info[_LAST_ACK] >= SILENCE_S * 1000)
 
 
 class TcpDriverLine(ListeningLine):
@@ -149,8 +134,6 @@ class TcpDriverLine(ListeningLine):
         done = super().read(wait=wait)
         connection = self._socket
         if done and isinstance(connection, TcpSocket):
-            if not self._arrived and connection.is_silent:
-                self.ended = True
             self._wake_for(connection, max(1, sum(view.nbytes for view in self._rest)))
         return done
 

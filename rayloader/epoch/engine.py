@@ -195,7 +195,7 @@ class Engine:
                     self._out = None
                     continue
                 self._draw_owed()
-                if self._is_the_users(self._out):
+                if self._is_for_the_user(self._out):
                     return self._out
                 self._drop_out()
                 began = 0.0
@@ -209,7 +209,7 @@ class Engine:
             raise self.failure.with_traceback(None)
         return None
 
-    def _is_the_users(self, task: Task) -> bool:
+    def _is_for_the_user(self, task: Task) -> bool:
         """Whether the next batch is for the user: there is one, and `skip_steps` does not leave it out."""
         if self._position.leaves_out:
             task.left_out = True

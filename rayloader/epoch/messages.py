@@ -27,7 +27,7 @@ class IndicesDrawn:
 
 @dataclass(slots=True)
 class IndicesSkipped:
-    """The sampler gave the indices of a batch that the user already has: it keeps its number, and is not built."""
+    """The sampler gave the indices of a batch that the user has, or skips: it keeps its number, and is not built."""
 
 
 @dataclass(slots=True)

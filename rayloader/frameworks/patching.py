@@ -199,16 +199,12 @@ class Adopted:
     """
 
     _label = DataLoader._label
-    _live_iterator = DataLoader._live_iterator
-    __slots__ = (
-        *("__weakref__", "_dataset_epoch", "_last_iterator", "_loader", "_position", "_ranks", "_recorder", "own"),
-    )
+    __slots__ = ("__weakref__", "_dataset_epoch", "_loader", "_position", "_ranks", "_recorder", "own")
 
     def __init__(self, own: dict[str, Any]) -> None:
         self.own = {**_DEFAULTS, **own}
         self._loader: Callable[[], Any] = no_loader
         self._recorder = Recorder()
-        self._last_iterator: weakref.ref[Any] | None = None
         self._ranks = self._dataset_epoch = self._position = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy belongs to another loader
@@ -266,7 +262,7 @@ class Adopted:
         num_workers = check_whole("num_workers", self.num_workers, 0)
         iterator.__class__, iterator._adopted = EpochIterator, self
         EpochIterator.__init__(iterator, self, num_workers, None)
-        self._position, self._last_iterator = iterator.position, weakref.ref(iterator)
+        self._position = iterator.position
 
 
 def adopted_anew(own: dict[str, Any]) -> Adopted:

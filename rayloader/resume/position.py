@@ -106,17 +106,17 @@ class Position:
         self.sampler_begins(iterator)
 
     def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> bool:
-        """The sampler has given the indices of this task; returns whether the user already has its batch."""
+        """The sampler has given the indices of this task; returns whether it is not built: the user has it, or skips it."""
         self._draws = max(self._draws, task_id + 1)
         self._checksums[task_id] = checksum
-        is_the_users = self.has(task_id) or (not self.iterable and self.skips.has((self.epoch_of_run, task_id)))
-        if is_the_users:
+        is_not_built = self.has(task_id) or (not self.iterable and self.skips.has((self.epoch_of_run, task_id)))
+        if is_not_built:
             self._ahead[task_id] = checksum
         if task_id == 0 and self.stateful and len(self.begin.starts) == 1:
             own = self.samplers.with_iterator(self.samplers.own_state(), iterator)
             after = Start(self.samplers.capture(), own, copy.deepcopy(indices), checksum)
             self._begin_is(starts=(*self.begin.starts, after))
-        return is_the_users
+        return is_not_built
 
     def sampler_ended(self, total: int) -> None:
         """The sampler has yielded the indices of `total` tasks, and has no more."""

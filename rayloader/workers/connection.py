@@ -129,15 +129,15 @@ class Channel(ABC):
 
     @abstractmethod
     def run(self, task: Task) -> Lent | None:
-        """`WorkerProcess.run`; its number is `process.calls`. Pass the return value to `received`."""
+        """`Hosting.run` there; its number is `process.calls`. Pass the return value to `received`."""
 
     @abstractmethod
     def rebuild(self, tasks: Sequence[Task]) -> None:
-        """`WorkerProcess.rebuild`; its number is `process.calls`."""
+        """`Hosting.rebuild` there; its number is `process.calls`."""
 
     @abstractmethod
     def resume(self, resumed: Resumed) -> None:
-        """`WorkerProcess.resume`; its number is `process.calls`."""
+        """`Hosting.resume` there; its number is `process.calls`."""
 
     @abstractmethod
     def receive(self) -> list[Message]:
@@ -184,7 +184,7 @@ class Channel(ABC):
         return ProcessLost(self.process, error)
 
     def _to_rebuild(self, tasks: Sequence[Task]) -> tuple[Any, ...]:
-        """The message to `WorkerProcess.rebuild`."""
+        """The message to `Hosting.rebuild`."""
         self.process.calls += 1
         again = [(task.task_id, in_message(task.indices.encoded), task.digest) for task in tasks]
         return self.process.calls, again
