@@ -137,6 +137,9 @@ class SharedLoader(contextlib.AbstractContextManager["SharedLoader"]):
 
         return Consumer(Calls(self._producer, self.name), rank)
 
+    def __repr__(self) -> str:
+        return f"<rayloader.SharedLoader {self.name!r} for {self.consumers} consumers>"
+
     def close(self) -> None:
         """Ends the share, in the process that created it; elsewhere this has no effect. May be called again."""
         if (calls := _owned.pop(self, None)) is not None:
@@ -189,6 +192,9 @@ class Consumer(contextlib.AbstractContextManager["Consumer"]):
         weakref.finalize(self, janitor.later, lambda: calls.leave(rank, connection)).atexit = False
         self._set_to: int | None = None  # by `set_epoch`
         self._go_to(place[0], place[1], state if tuple(place) == tuple(start) else None)
+
+    def __repr__(self) -> str:
+        return f"<rayloader.Consumer {self.rank} of {self.consumers} of the share {self.name!r}>"
 
     def __len__(self) -> int:
         """Batches of an epoch."""

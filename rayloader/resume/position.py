@@ -106,7 +106,7 @@ class Position:
         self.sampler_begins(iterator)
 
     def drawn(self, task_id: int, iterator: Any, indices: Any, checksum: int) -> bool:
-        """The sampler has given the indices of this task; returns whether it is not built: the user has it, or skips it."""
+        """The sampler has given the indices of a task; returns whether it is not built: the user has or skips it."""
         self._draws = max(self._draws, task_id + 1)
         self._checksums[task_id] = checksum
         is_not_built = self.has(task_id) or (not self.iterable and self.skips.has((self.epoch_of_run, task_id)))
