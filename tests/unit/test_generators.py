@@ -273,6 +273,13 @@ def test_code_of_a_program_that_is_sent_by_value_names_the_same(module, monkeypa
     assert names_in(copy) == names_in(module.two) == ["dataset:RNG"]
 
 
+def test_of_a_long_container_only_the_items_themselves_are_searched():
+    holders = [Holder() for _ in range(search.LONG)]
+    holders[0].held = KINDS["numpy"]()
+    assert names_in(Holder([*holders, KINDS["torch"]()])) == [f"dataset.held[{search.LONG}]"]
+    assert names_in(Holder(holders)) == ["dataset.held[0].held"]
+
+
 def test_a_search_ends_after_so_many_objects_and_at_circles_and_modules():
     """It is made at the start of each worker, which it must not delay, whatever the dataset holds."""
     dataset = Holder(nested(Holder(), search.MOST))
