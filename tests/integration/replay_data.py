@@ -1,15 +1,13 @@
-"""Runs whose batches are built again: their datasets, and the functions by which commands make their loaders."""
+"""Runs whose batches are built again: the functions by which commands make their loaders, and the programs' seeds."""
 
 import functools
-import os
 import random
-import signal
-from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
 
+import stateful
 from rayloader import DataLoader
 
 LENGTH = 40  # samples; ten batches
@@ -27,89 +25,11 @@ class Augmented(Dataset):
         return index, self.scale, random.random(), float(np.random.rand()), torch.rand(())
 
 
-class Indices(Augmented):
-    """Samples without randomness."""
-
-    def __getitem__(self, index):
-        return index
-
-
-class WithGenerator(Augmented):
-    """Draws from a generator of its own, which no seeding reaches."""
-
-    def __init__(self):
-        self.generator = random.Random(7)
-
-    def __getitem__(self, index):
-        return index, self.generator.random()
-
-
-class Raising(Augmented):
-    """Raises for one sample, after it has drawn."""
-
-    def __getitem__(self, index):
-        sample = super().__getitem__(index)
-        if index == 13:
-            raise ValueError(f"no sample {index}")
-        return sample
-
-
-class KillsOnce(Augmented):
-    """Ends a worker's process once, in mid-epoch."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __getitem__(self, index):
-        if index == 17 and not Path(self.mark).exists():
-            Path(self.mark).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-class DrawsOneByOne(Sampler):
-    """Draws each index from a global generator, when it is asked for it."""
-
-    def __iter__(self):
-        return (random.randrange(LENGTH) for _ in range(LENGTH))
-
-    def __len__(self):
-        return LENGTH
-
-
-class Stream(IterableDataset):
-    """A stream with a state, whose workers end at different times."""
-
-    number = 0
-
-    def length(self):
-        info = get_worker_info()
-        return 12 + 8 * (0 if info is None else info.id)
-
-    def __iter__(self):
-        while self.number < self.length():
-            self.number += 1
-            yield self.number, random.random()
-        self.number = 0
-
-    def state_dict(self):
-        return {"number": self.number}
-
-    def load_state_dict(self, state):
-        self.number = state["number"]
-
-
-class StreamWithoutState(Stream):
-    """The same, without a state."""
-
-    state_dict = load_state_dict = None
-
-
 def make(dataset=Augmented, num_workers=2, **options):
-    """A loader, whose program has another seed than any other program's."""
+    """A loader of ten batches, or of seven of a stream."""
     if not isinstance(dataset, Dataset):
         dataset = dataset()
-    usual = {"batch_size": 4} if isinstance(dataset, IterableDataset) else {"batch_size": 4, "shuffle": True}
+    usual = {"batch_size": 2} if isinstance(dataset, IterableDataset) else {"batch_size": 4, "shuffle": True}
     return DataLoader(dataset, num_workers=num_workers, **{**usual, **options})
 
 
@@ -123,8 +43,5 @@ def seed(number):
     random.seed(number), np.random.seed(number), torch.manual_seed(number)
 
 
-plain = make
-raising = functools.partial(make, Raising)
-
-
+raising = functools.partial(make, stateful.Faulty)
 LOADER = make(num_workers=0)

@@ -3,9 +3,8 @@
 The conformance suite has cases without workers, which are saved and loaded there.
 """
 
-import itertools
-import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -13,25 +12,27 @@ import torch
 from torch.utils.data import IterableDataset
 
 import replay_data as data
-from checkpoint_data import batches, check, make, plain, read, run, save
+import stateful
+from checkpoint_data import check, make, plain, read, run, save
 from probes import Calls, as_is, oversubscribed
 from rayloader import DataLoader, ReplayError, SkipLimitError, StateError
 
 
-class Jitter:
-    def __init__(self):
-        self.generator = np.random.default_rng(3)
+class Reads(IterableDataset):
+    """Each reading is what a function returns."""
 
-    def __call__(self, samples):
-        return [samples, self.generator.random()]
+    def __init__(self, read):
+        self.read = read
+
+    def __iter__(self):
+        return iter(self.read())
 
 
 CASES = {
     "shuffled": lambda: {"dataset": data.Augmented(), "shuffle": True},
-    "collate_fn with a generator": lambda: {"dataset": data.Augmented(), "collate_fn": Jitter()},
-    "generator": lambda: {"dataset": data.WithGenerator(), "shuffle": True, "generator": torch.Generator()},
-    "skipping": lambda: {"dataset": data.Raising(), "on_error": "skip"},
-    "stream": lambda: {"dataset": data.StreamWithoutState()},
+    "generator": lambda: {"dataset": stateful.OwnGenerators(), "shuffle": True, "generator": torch.Generator()},
+    "skipping": lambda: {"dataset": stateful.Faulty(), "on_error": "skip"},
+    "stream": lambda: {"dataset": Reads(lambda: ((number, random.random()) for number in range(12)))},
 }
 
 
@@ -43,16 +44,26 @@ def seeded(case, number, num_workers=0, **options):
 
 @pytest.mark.parametrize("seeding", ["worker", "batch"])
 @pytest.mark.parametrize("case", CASES)
-def test_from_every_point_the_batches_are_those_of_a_run_whose_state_nobody_takes(case, seeding):
-    undisturbed = seeded(case, 1, seeding=seeding)
-    expected = [list(batches(undisturbed)) for _ in range(3)]
+def test_from_every_point_the_batches_are_those_of_the_run(case, seeding):
     epochs, points = run(seeded(case, 1, seeding=seeding))
-    assert epochs == expected
     for point in points[1::5]:
         check(epochs, point, seeded(case, 2, seeding=seeding))
 
 
-# ---- what a state moves
+@oversubscribed
+@pytest.mark.parametrize(("case", "num_workers"), [("shuffled", 2), ("stream", 1)])
+def test_with_a_seed_for_each_batch_workers_make_no_difference(case, num_workers):
+    """A stream is that of one worker. The program's generators are left alone."""
+    options = {"seeding": "batch", "workers": "fork"}
+    epochs, points = run(seeded(case, 1, **options), slice(0, None, 9))
+    before = generators()
+    theirs, their_points = run(seeded(case, 1, num_workers, **options), slice(0, None, 9))
+    assert (theirs, len(points)) == (epochs, len(their_points))
+    assert generators() == before
+    if case == "shuffled":
+        for mine, their in zip(points, their_points, strict=True):
+            check(epochs, mine, seeded(case, 2, num_workers, **options))
+            check(epochs, their, seeded(case, 2, **options))
 
 
 def generators():
@@ -77,30 +88,6 @@ def test_loading_moves_the_programs_generators_and_going_on_leaves_them_alone(ca
     assert random.random() in [column[0] for column in columns]
 
 
-# ---- `seeding="batch"`: any number of workers, none included
-
-
-@oversubscribed
-def test_with_a_seed_for_each_batch_workers_make_no_difference(ray_session):
-    options = {"seeding": "batch"}
-    (epochs, points), (theirs, their_points) = (
-        run(seeded("shuffled", 1, count, **options), slice(0, None, 9)) for count in (0, 2)
-    )
-    assert theirs == epochs
-    for mine, their in zip(points, their_points, strict=True):
-        check(epochs, mine, seeded("shuffled", 2, 2, **options))
-        check(epochs, their, seeded("shuffled", 2, 0, **options))
-
-
-@oversubscribed
-def test_a_stream_seeded_by_batch_is_that_of_one_worker_and_leaves_the_programs_generators_alone(ray_session):
-    expected = list(batches(seeded("stream", 1, 1, seeding="batch")))
-    iterator = iter(seeded("stream", 1, seeding="batch"))
-    before = generators()
-    assert list(batches(iterator)) == expected
-    assert generators() == before
-
-
 # ---- what does not fit
 
 
@@ -112,28 +99,13 @@ def test_num_workers_that_are_set_after_loading_are_refused_too():
         iter(loader)
 
 
-class Reads(IterableDataset):
-    """Each reading is what a function returns."""
-
-    def __init__(self, read):
-        self.read = read
-
-    def __iter__(self):
-        return iter(self.read())
+def from_the_program():
+    return Reads(lambda: iter(lambda: torch.rand(1).item(), None))
 
 
-EPOCHS = itertools.count()
-UNLIKE = {
-    "entropy": lambda: os.urandom(20),
-    "unseeded": lambda: np.random.default_rng().random(10).tolist(),
-    "counts epochs": lambda: random.Random(next(EPOCHS)).sample(range(10), 10),
-    "draws from the program": lambda: iter(lambda: torch.rand(1).item(), None),
-}
-
-
-@pytest.mark.parametrize("read", UNLIKE.values(), ids=UNLIKE)
-def test_a_stream_that_cannot_be_read_again_is_an_error(read):
-    loader = DataLoader(Reads(read), 3)
+@pytest.mark.parametrize("stream", [stateful.Entropy, stateful.CountsEpochs, from_the_program])
+def test_a_stream_that_cannot_be_read_again_is_an_error(stream):
+    loader = DataLoader(stream(), 3)
     iterator = iter(loader)
     next(iterator), torch.rand(1), next(iterator)
     loader.load_state_dict(loader.state_dict())
@@ -142,35 +114,19 @@ def test_a_stream_that_cannot_be_read_again_is_an_error(read):
 
 
 def test_another_dataset_is_refused():
-    loader = DataLoader(data.WithGenerator(), 4)
+    loader = DataLoader(stateful.OwnGenerators(), 4)
     next(iter(loader))
-    with pytest.raises(StateError, match=r"generators of dataset and collate_fn: dataset\.generator is missing here"):
-        DataLoader(data.Augmented(), 4).load_state_dict(loader.state_dict())
-
-
-class Unpicklable:
-    def __init__(self, index):
-        self.index = index
-
-    def __reduce__(self):
-        raise TypeError("not this one")
-
-
-class OfUnpicklable:
-    def __iter__(self):
-        return map(Unpicklable, range(4))
+    with pytest.raises(StateError, match=r"generators of dataset and collate_fn: dataset\.\w+ is missing here"):
+        DataLoader(stateful.Indices(), 4).load_state_dict(loader.state_dict())
 
 
 def test_only_who_asks_for_a_state_pays_for_what_cannot_be_told():
-    samples = Calls(lambda unpicklable: lambda: unpicklable.index, 4)  # batches need not be picklable either
-    iterator = iter(loader := DataLoader(samples, None, sampler=OfUnpicklable(), collate_fn=as_is))
-    assert next(iterator)() == 0
-    with pytest.raises(StateError, match="not this one"):
+    given = [threading.Lock(), threading.Lock()]  # neither these indices nor the batches can be pickled
+    iterator = iter(loader := DataLoader(Calls(as_is), None, sampler=given, collate_fn=as_is))
+    assert next(iterator) is given[0]
+    with pytest.raises(StateError, match="pickle"):
         loader.state_dict()
-    assert [sample() for sample in iterator] == [1, 2, 3]
-
-
-# ---- skipped samples
+    assert list(iterator) == given[1:]
 
 
 def test_samples_that_raise_are_left_out_until_there_are_too_many():

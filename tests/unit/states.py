@@ -19,11 +19,8 @@ def saved(taken=3, *, seed=1, dataset=range(100), batch_size=4, num_workers=2, d
     Args:
         taken: batches.
         seed: of the program.
-        dataset: of the loader.
-        batch_size: of the loader.
-        num_workers: of the loader.
+        dataset, batch_size, num_workers, **options: of the loader.
         digests: of the batches that were taken last, which worker 0 builds again.
-        **options: of the loader.
     """
     torch.manual_seed(seed)
     loader = DataLoader(dataset, batch_size=batch_size, **options)

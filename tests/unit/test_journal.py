@@ -112,14 +112,19 @@ def test_another_process_goes_on_where_the_worker_and_the_user_are_and_proves_it
         run.check()
 
 
-def journal_of(*task_ids, answered=(), snapshots=(), **state):
+# ---- what is used of several snapshots
+
+ENDED = WorkerState(last_task=0, exhausted=True)
+
+
+def journal_of(*task_ids, answered=(), snapshots=()):
     journal = Journal()
     for task_id in task_ids:
         journal.given(task_of(task_id))
     for task_id in answered:
         journal.answered(task_id, 100 + task_id)
-    for task_id in snapshots:
-        journal.reached(WorkerState(last_task=task_id, **state))
+    for state in snapshots:
+        journal.reached(state)
     return journal
 
 
@@ -129,33 +134,24 @@ def at(journal):
 
 
 def test_the_newest_snapshots_are_used_that_leave_something_to_prove():
-    journal = journal_of(0, 2, 4, answered=(0, 2, 4), snapshots=(0, 2, 4))
+    states = [WorkerState(last_task=0, dataset=b"state"), WorkerState(last_task=2), WorkerState(last_task=4)]
+    journal = journal_of(0, 2, 4, answered=(0, 2, 4), snapshots=states)
     journal.taken(0)
     journal.taken(2)
     assert (journal.base.last_task, journal.newest.last_task, at(journal)) == (0, 4, (2, [4], [2]))
-
-
-def test_a_snapshot_is_told_as_what_has_changed():
-    journal = journal_of(0, 1, 2, answered=(0, 1, 2))
-    journal.reached(WorkerState(last_task=0, dataset=b"state"))
-    journal.reached(WorkerState(last_task=1))
-    assert (journal.state.last_task, journal.state.dataset) == (1, b"state")
-    assert journal.newest == journal.state
+    assert journal.state.dataset == journal.newest.dataset == b"state"  # a snapshot tells what has changed
 
 
 @pytest.mark.parametrize("parts", [OWN, {"iterator": b"state"}, {"exhausted": True}])
 def test_the_begin_of_an_epoch_needs_no_proof_where_the_dataset_has_a_state_or_has_ended(parts):
-    journal = journal_of(0, 1, answered=(0, 1), snapshots=(0,))
+    journal = journal_of(0, 1, answered=(0, 1), snapshots=[WorkerState(last_task=0)])
     journal.begins(Resumed(1, None))
     journal.reached_begin(WorkerState(epoch=1, **parts))
     assert (at(journal), journal.before) == ((-1, [], []), None)
 
 
-# ---- streams that end
-
-
 def test_of_a_stream_that_has_ended_nothing_is_built_any_more():
-    journal = journal_of(0, 1, 2, 3, answered=(0, 1), snapshots=(1,), exhausted=True)
+    journal = journal_of(0, 1, 2, 3, answered=(0, 1), snapshots=[WorkerState(last_task=1, exhausted=True)])
     journal.exhausted()
     assert at(journal) == (1, [], [])
     journal.begins(Resumed(1, None))
@@ -164,17 +160,15 @@ def test_of_a_stream_that_has_ended_nothing_is_built_any_more():
 
 def test_the_end_of_a_stream_counts_where_the_last_batch_has_a_snapshot_of_its_own():
     """As with drop_last: what was drawn for the batch that was dropped comes after the last one."""
-    journal = journal_of(0, 3, answered=(0,), snapshots=(0,))
-    journal.reached(WorkerState(last_task=0, exhausted=True))
+    journal = journal_of(0, 3, answered=(0,), snapshots=[WorkerState(last_task=0), ENDED])
     journal.exhausted()
     journal.taken(0)
-    assert journal.base == WorkerState(last_task=0, exhausted=True)
-    assert at(journal) == (0, [], [])
+    assert (journal.base, at(journal)) == (ENDED, (0, [], []))
 
 
 def test_the_end_of_a_stream_counts_where_nothing_comes_after_the_state_that_was_loaded():
     journal = Journal()
-    journal.starts_at(WorkerState(tasks=1, last_task=4, **STREAM), [])
-    journal.reached(WorkerState(tasks=1, last_task=4, exhausted=True))
+    journal.starts_at(WorkerState(last_task=0, **STREAM), [])
+    journal.reached(ENDED)
     assert journal.base.exhausted
     assert journal.state.exhausted

@@ -10,16 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
 
+import stateful
 from rayloader import DataLoader, StateError
+from states import Stream
 
 LENGTH, SEED = 23, 1
 DATA = torch.arange(LENGTH)
@@ -38,17 +33,6 @@ class Buckets(Sampler):
         return 7
 
 
-class Draws(Sampler):
-    """Draws as it goes, from all three global generators."""
-
-    def __iter__(self):
-        for _ in range(7):
-            yield from (random.randrange(LENGTH), int(np.random.randint(LENGTH)), int(torch.randint(LENGTH, ())))
-
-    def __len__(self):
-        return 21
-
-
 def held():
     return torch.Generator().manual_seed(3)
 
@@ -63,9 +47,7 @@ KINDS = {
     "shuffle, drop_last": lambda: {"batch_size": 2, "shuffle": True, "drop_last": True},
     "no shuffle": lambda: {"batch_size": 3},
     "no batches": lambda: {"batch_size": None, "shuffle": True},
-    "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler(range(1, LENGTH + 1), 21)},
-    "global generators": lambda: {"batch_size": None, "sampler": Draws()},
-    "drop_last": lambda: {"batch_size": 4, "sampler": RandomSampler(DATA), "drop_last": True},
+    "global generators": lambda: {"batch_size": None, "sampler": stateful.Lazy()},
     "generator": lambda: {"batch_size": 4, "sampler": shuffled(replacement=True)},
     "batch sampler": lambda: {"batch_sampler": Buckets()},
     "batch sampler that drops": lambda: {"batch_sampler": BatchSampler(shuffled(), 4, drop_last=True)},
@@ -73,18 +55,12 @@ KINDS = {
 
 
 def seed(number):
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
+    random.seed(number), np.random.seed(number), torch.manual_seed(number)
 
 
 def rank_of(kind, num_replicas, rank, **options):
     seed(rank)  # the ranks' global generators differ
     return DataLoader(DATA, **KINDS[kind](), num_replicas=num_replicas, rank=rank, seed=SEED, **options)
-
-
-def plain(batch):
-    return batch.tolist()
 
 
 def items_of(kind, epoch):
@@ -142,7 +118,7 @@ def test_each_rank_gets_what_the_model_deals_out(kind, rounds, last, following, 
                 loader.load_state_dict(states[::-1])
             iterator, mine = iter(loader), shares[rank]
             mine, shares[rank] = mine[: counts[rank]], mine[counts[rank] :]
-            assert [plain(next(iterator)) for _ in mine] == given_for(kind, items, mine)
+            assert [next(iterator).tolist() for _ in mine] == given_for(kind, items, mine)
             left = [place for place in left if not any(place in batch for batch in mine)]
             loaders.append((loader, iterator))
         states = [loader.state_dict() for loader, _ in loaders]
@@ -154,18 +130,16 @@ def test_each_rank_gets_what_the_model_deals_out(kind, rounds, last, following, 
         loader.load_state_dict([loader.state_dict() for loader, _ in loaders])
         assert loader.state_dict()["epoch"] == epoch + 1
         loader.set_epoch(epoch + 1)
-        assert [plain(batch) for batch in loader] == given_for(kind, items, mine)
+        assert [batch.tolist() for batch in loader] == given_for(kind, items, mine)
 
 
-def begun(make, num_replicas, batches=1, epoch=0):
-    """The states of loaders of all ranks in an epoch, after so many batches."""
+def begun(make, num_replicas, epoch=0):
+    """The states of loaders of all ranks in an epoch, after the first batch."""
     states = []
     for rank in range(num_replicas):
         loader = make(num_replicas, rank)
         loader.set_epoch(epoch)
-        iterator = iter(loader)
-        for _ in range(batches):
-            next(iterator)
+        next(iter(loader))
         states.append(loader.state_dict())
     return states
 
@@ -174,34 +148,9 @@ def test_the_ranks_own_generators_stay_their_own():
     """That of the loader is of base seeds; the global one is the program's."""
     loader = rank_of("shuffle", 2, 0, generator=held())
     states = begun(lambda world, rank: rank_of("shuffle", world, rank, generator=torch.Generator()), 4)
-    before = loader.generator.get_state(), torch.get_rng_state()
+    before = loader.generator.get_state().tolist(), torch.get_rng_state().tolist()
     loader.load_state_dict(states)
-    assert torch.equal(loader.generator.get_state(), before[0])
-    assert torch.equal(torch.get_rng_state(), before[1])
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(6))
-
-
-class Tells(Sampler):
-    """Has another order in each epoch, by a count that is its state."""
-
-    epoch = 0
-
-    def __iter__(self):
-        self.epoch += 1
-        return iter(random.Random(self.epoch).sample(range(LENGTH), LENGTH))
-
-    def __len__(self):
-        return LENGTH
-
-    def state_dict(self):
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
+    assert before == (loader.generator.get_state().tolist(), torch.get_rng_state().tolist())
 
 
 def make(**options):
@@ -215,7 +164,7 @@ def differently_seeded(world, rank):
 
 
 def tells(world, rank):
-    return make(sampler=Tells())(world, rank)
+    return make(sampler=stateful.StatefulSampler())(world, rank)
 
 
 def skips_by_rank(world, rank):
@@ -253,18 +202,3 @@ def test_what_cannot_be_dealt_anew_goes_on_with_as_many_ranks(make):
     loader.load_state_dict(begun(make, 2))
     assert list(loader) == list(whole)[1:]
     assert list(loader) == list(whole)
-
-
-def test_in_the_rest_of_an_epoch_that_is_dealt_anew_no_step_is_skipped():
-    """There the steps have other numbers."""
-
-    def skips(world, rank):
-        return rank_of("no shuffle", world, rank, skip_steps=[1, 5])
-
-    states, rest = begun(skips, 2, batches=2), []
-    for rank in range(3):
-        loader = rank_of("no shuffle", 3, rank)
-        loader.load_state_dict(states)
-        with pytest.warns(UserWarning, match="the rest of epoch 0 is dealt out to another number of ranks"):
-            rest += [index for batch in loader for index in plain(batch)]
-    assert sorted({*rest}) == [*range(2 * 3 * 3, LENGTH)]  # steps 0, 1 and 2, of which nobody gets 1

@@ -12,6 +12,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from rayloader import DataLoader, RayloaderError, ShardInfo, get_shard_info
 from rayloader._compat import set_worker_info, torch_worker
 from rayloader.host.shard_info import Reader
+from states import Stream
 
 
 class Records(IterableDataset):
@@ -22,9 +23,8 @@ class Records(IterableDataset):
         yield from itertools.islice(range(40), shard.index, None, shard.count)
 
 
-class Unaware(IterableDataset):
-    def __iter__(self):
-        return iter(range(4))
+class Unaware(Stream):
+    """Of which nobody was told before."""
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_loader_that_does_not_know_its_rank_is_an_error(monkeypatch):
         with pytest.raises(RayloaderError, match=r"several ranks.*pass num_replicas.*needs rayloader\.patch\(\)"):
             list(reading)
     assert list(DataLoader(Records(), None, num_replicas=1, rank=0)) == list(range(40))
-    assert list(DataLoader(Unaware(), None)) == list(range(4))
+    assert list(DataLoader(Stream(), None)) == list(range(100))
 
 
 def test_a_worker_of_torchs_loader_is_an_error(in_worker):
@@ -93,7 +93,7 @@ def test_who_does_not_ask_for_its_part_is_told_in_the_log_once(caplog):
         return list(DataLoader(dataset, None, num_replicas=num_replicas, rank=num_replicas - 1))
 
     with caplog.at_level(logging.WARNING, "rayloader"):
-        assert read(Unaware()) == read(Unaware()) == list(range(4))
+        assert read(Unaware()) == read(Unaware()) == list(range(100))
         assert caplog.text.count("its iterable dataset Unaware did not ask") == 1
         caplog.clear()
         read(Unaware(), 1), read(Records()), list(TorchDataLoader(Records(), None))

@@ -99,21 +99,20 @@ def with_methods(tell, load):
     return types.SimpleNamespace(state_dict=tell, load_state_dict=load)
 
 
+def nothing(*_):
+    """Tells or loads it."""
+
+
 @pytest.mark.parametrize(
     ("obj", "has"),
     [
-        (Counts(), True),
+        *((with_methods(*methods), True) for methods in [(dict, {}.update), (unittest.mock.Mock(),) * 2]),
         (with_methods(lambda deep=False, *, many=1: {}, lambda state, strict=True: None), True),
-        (with_methods(dict, {}.update), True),
-        (with_methods(unittest.mock.Mock(), unittest.mock.Mock()), True),
-        (with_methods(lambda num_samples, from_beginning: {}, lambda state: None), False),
-        (with_methods(lambda *, num_samples: {}, lambda state: None), False),
-        (with_methods(lambda: {}, lambda: None), False),
-        (with_methods(lambda: {}, lambda state, strict: None), False),
-        (with_methods(lambda: {}, None), False),
-        (with_methods({}, lambda state: None), False),
-        (iter([]), False),
-        (None, False),
+        (with_methods(lambda num_samples, from_beginning: {}, nothing), False),
+        (with_methods(lambda *, num_samples: {}, nothing), False),
+        *((with_methods(dict, load), False) for load in (lambda: None, lambda state, strict: None, None)),
+        (with_methods({}, nothing), False),
+        *((other, False) for other in (iter([]), None)),
     ],
 )
 def test_a_state_counts_if_it_can_be_told_without_arguments_and_loaded(obj, has):
