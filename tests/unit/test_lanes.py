@@ -71,8 +71,6 @@ def test_a_batch_tells_the_bytes_of_the_slots_that_it_keeps_and_no_others(copies
     assert bytes(small) == bytes(source(2, SMALL_BYTES))
 
 
-
-
 def test_after_close_what_is_kept_stays_and_new_copies_have_memory_of_their_own(copies):
     kept = copies.copy(source(5))
     copies.close()
@@ -81,10 +79,6 @@ def test_after_close_what_is_kept_stays_and_new_copies_have_memory_of_their_own(
     assert mappings()
     assert bytes(copies.copy(source(6))) == bytes(source(6))
     assert copies.leased_bytes == 0
-
-
-
-
 
 
 @pytest.mark.parametrize("lacks", ["arenas", "room"])
