@@ -1,10 +1,12 @@
 """What is finalized when a worker's objects go: no Ray."""
 
+import functools
 import gc
 import multiprocessing.shared_memory
 import os
 import weakref
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,36 +21,22 @@ class Noted:
         self.notes.append("__del__")
 
 
-class Slotted(Noted):
-    __slots__ = ()
-
-
 @pytest.fixture
 def notes():
     return []
 
 
-@pytest.mark.parametrize("kind", [Noted, Slotted])
-def test_no_del_runs_in_the_block_and_each_does_after_it(kind, notes):
-    going, garbage, staying = kind(notes), kind(notes), kind(notes)
-    garbage.itself = garbage
+def test_no_del_runs_in_the_block_where_cycles_are_collected_and_each_does_after_it(notes):
+    going, cycle, garbage, staying = (Noted(notes) for _ in range(4))
+    cycle.itself, garbage.itself, gone = cycle, garbage, weakref.ref(cycle)
     del garbage
     with without_finalizers():
-        del going
-    assert notes == []
+        del going, cycle
+    assert gone() is None
     gc.collect()
     assert notes == []
     del staying
     assert notes == ["__del__"]
-
-
-def test_a_cycle_that_goes_in_the_block_is_collected_in_it(notes):
-    going = Noted(notes)
-    going.itself, gone = going, weakref.ref(going)
-    with without_finalizers():
-        del going
-    assert gone() is None
-    assert notes == []
 
 
 def open_files():
@@ -76,20 +64,12 @@ def test_files_are_closed_though_their_finalizers_are_left_out(make, files, tmp_
     assert open_files() == before
 
 
-class Hosted:
-    """A worker."""
-
-    def __init__(self, notes):
-        self.dataset, self.iterator = Noted(notes), Noted(["iterator"])
-        self.iterator.notes = notes
-
-    def end(self):
-        self.iterator = None
-
-
 def test_what_is_no_worker_any_more_ends_its_iterator_and_not_its_dataset(notes):
+    worker = SimpleNamespace(dataset=Noted(notes), iterator=Noted(notes))
+    worker.end = functools.partial(delattr, worker, "iterator")
     hosting = Hosting()
-    hosting._worker = Hosted(notes)
+    hosting._worker = worker
+    del worker
     hosting.clear()
     gc.collect()
     assert notes == ["__del__"], "of the iterator, as torch's worker that returns; its dataset just goes"
