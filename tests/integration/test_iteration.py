@@ -1,7 +1,7 @@
 """Iterators and their workers: when these begin and end, who shares them, threads, loaders inside workers."""
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -35,41 +35,36 @@ def test_an_iterator_gives_its_workers_back_with_its_last_batch(workers):
     assert len(list(resumed)) == 4
 
 
-def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(rayloader.actors.pool, "UNWANTED_S", 0.1)
+@pytest.fixture
+def stuck(tmp_path):
+    """A list of the iterator of a worker that waits in its first sample, and the worker's process."""
     gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
     def get(index):
         mail.send(os.getpid())
         gate.wait()
-        return index
 
-    iterator = iter(load(get))
-    stuck = set(map(int, mail.receive(2)))
-    del iterator
-    busy = set(in_each_worker(lambda index: os.getpid()))
-    assert not busy & stuck  # others took over
-    said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
-    assert [said in message for message in caplog.messages].count(True) >= 1
+    iterators = [iter(load(get, 1))]
+    yield iterators, psutil.Process(int(mail.receive()[0]))
     gate.open()
     mail.close()
 
 
-def test_a_worker_that_does_not_stop_is_killed_when_its_time_has_come(tmp_path, monkeypatch):
+def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever(stuck, monkeypatch, caplog):
+    monkeypatch.setattr(rayloader.actors.pool, "UNWANTED_S", 0.1)
+    iterators, process = stuck
+    iterators.clear()
+    assert process.pid not in in_each_worker(lambda index: os.getpid(), 1), "another one took over"
+    said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
+    assert any(said in message for message in caplog.messages)
+
+
+def test_a_worker_that_does_not_stop_is_killed_when_its_time_has_come(stuck, monkeypatch):
     for limit in ("GRACE_S", "STOP_TIMEOUT_S"):
         monkeypatch.setattr(rayloader.actors.pool, limit, 0.1)
-    gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
-
-    def get(index):
-        mail.send(os.getpid())
-        gate.wait()
-
-    iterator = iter(load(get, 1))
-    process = psutil.Process(int(mail.receive()[0]))
-    del iterator
+    iterators, process = stuck
+    iterators.clear()
     assert psutil.wait_procs([process], EXIT_LIMIT)[1] == []
-    gate.open()
-    mail.close()
 
 
 # ---- actors
@@ -113,18 +108,13 @@ def test_ray_remote_args_reach_the_actors():
 
 
 def test_loaders_run_side_by_side_in_threads():
-    results = {}
-
     def run(name):
         loader = DataLoader(Calls(lambda index: index * name, 20), 4, num_workers=1)
-        results[name] = [value for _ in range(3) for batch in loader for value in batch.tolist()]
+        return [value for _ in range(3) for batch in loader for value in batch.tolist()]
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {name: [index * name for _ in range(3) for index in range(20)] for name in (1, 2, 3)}
+    with ThreadPoolExecutor(3) as threads:
+        for name, found in zip((1, 2, 3), threads.map(run, (1, 2, 3)), strict=True):
+            assert found == [index * name for _ in range(3) for index in range(20)]
 
 
 def test_a_loader_inside_a_worker_of_another():
@@ -139,15 +129,8 @@ def test_a_loader_inside_a_worker_of_another():
 
 
 @pytest.mark.full
-def test_it_works_in_a_ray_task_and_in_a_ray_actor():
+def test_it_works_in_a_ray_task():
     def batches():  # by value: Ray's own workers cannot import this file
         return [batch.tolist() for batch in DataLoader(range(4), 2, num_workers=2)]
 
-    class Trainer:
-        def train(self):
-            return batches()
-
-    task = ray.remote(num_cpus=0)(batches)
-    trainer = ray.remote(num_cpus=0)(Trainer).remote()
-    assert ray.get([task.remote(), trainer.train.remote()]) == [[[0, 1], [2, 3]]] * 2
-    ray.kill(trainer)
+    assert ray.get(ray.remote(num_cpus=0)(batches).remote()) == [[0, 1], [2, 3]]

@@ -12,12 +12,12 @@ import random
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import ChainDataset
 
 from rayloader import DataLoader
 from rayloader._compat import ExceptionWrapper
@@ -41,23 +41,6 @@ from rayloader.workers.fleet import Fleet, Worker
 
 # Waits in a row in which nothing can happen: after so many the test fails, instead of hanging.
 STANDSTILL = 500
-
-OPTIONS = Options(
-    prefetch_factor=2,
-    in_order=True,
-    timeout=0.0,
-    seeding="worker",
-    scheduling="static",
-    max_worker_restarts=3,
-    on_timeout="raise",
-    on_error="raise",
-    max_skipped=0,
-    arenas=True,
-    workers="auto",
-    fresh_processes=False,
-    ray_remote_args={},
-    needs_actors=False,
-)
 
 
 class Clock:
@@ -175,14 +158,10 @@ class Process:
         return answer is not None
 
     def _do_start(self, call: int, state: WorkerState | None, answer: Any) -> None:
-        self.epoch, self.tasks, self.last_task, self.position = 0, 0, -1, 0
+        state = state or WorkerState(0, 0, -1, digest=0)
+        self.epoch, self.tasks, self.last_task, self.position = state.epoch, state.tasks, state.last_task, state.digest
         self.rebuilt = self.to_rebuild = 0
         self.left.clear()
-        if state is not None:
-            self.epoch, self.tasks, self.last_task, self.position = (
-                *(state.epoch, state.tasks),
-                *(state.last_task, state.digest),
-            )
         answer.succeeded = True
 
     def _do_run(self, call: int, task_id: int, indices: Any) -> tuple[Any, ...]:
@@ -418,25 +397,6 @@ class World:
         return "line"
 
 
-class Endless(IterableDataset):  # type: ignore[type-arg]
-    """Workers put their own length in."""
-
-    def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("only workers read it")
-
-
-class Noting(Iterator[Any]):
-    """A sampler's iterator; counts what was drawn."""
-
-    def __init__(self, indices: Iterator[Any]) -> None:
-        self.indices, self.count = indices, 0
-
-    def __next__(self) -> Any:
-        indices = next(self.indices)
-        self.count += 1
-        return indices
-
-
 class Epoch:
     """An epoch of `length` batches, and what its user does.
 
@@ -444,6 +404,7 @@ class Epoch:
         before: the epoch before it, of the same workers.
         meanwhile: called at each moment between that one and this.
         schedule_class: of which its schedule is.
+        options: of its loader, and of that of the epochs after it.
     """
 
     def __init__(
@@ -461,16 +422,16 @@ class Epoch:
         schedule_class: type[Schedule] = Schedule,
         **options: Any,
     ) -> None:
-        self.options, self.before = dataclasses.replace(OPTIONS, **options), before
-        self.got: list[Any] = []
+        self.before, self.got, self.drawn = before, [], 0
         if before is None:
-            self.loader = DataLoader(Endless() if iterable else range(length), 1)
+            data: Any = ChainDataset([]) if iterable else range(length)
+            self.loader = DataLoader(data, 1, num_workers=1, **options)
             self.position = Position(Samplers(self.loader), 7, num_workers, iterable=iterable)
             self.position.begins(False)
             self.world = World(num_workers, self.position.journals, forks=forks)
         else:
             self.loader, self.position, self.world = before.loader, before.position, before.world
-        self.sampler = Noting(iter(self.loader._index_sampler) if sampler is None else sampler)
+        self.options = Options.of(self.loader)
         if before is not None:
             self._follow(before, meanwhile)
         self.position.skips = SkipSteps([(self.position.epoch_of_run, step) for step in skips])
@@ -485,12 +446,16 @@ class Epoch:
         self.engine = Engine(
             self.world.fleet,
             self.schedule,
-            self.sampler,
+            map(self._note_draw, iter(self.loader._index_sampler if sampler is None else sampler)),
             self.options,
             position=self.position,
             delivery=PinOrMove(pin, ahead=PINNED_AHEAD),
             tally=self.tally,
         )
+
+    def _note_draw(self, indices: Any) -> Any:
+        self.drawn += 1
+        return indices
 
     def process(self, worker_id: int) -> Process:
         """Of a worker."""

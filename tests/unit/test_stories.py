@@ -110,7 +110,7 @@ class Stories(RuleBasedStateMachine):
             "iterable": kind == "stream",
             "in_order": in_order,
             "prefetch_factor": options["prefetch_factor"],
-            "scheduling": "dynamic" if kind == "dynamic" else "static",
+            **({"seeding": "batch", "scheduling": "dynamic"} if kind == "dynamic" else {}),
             "max_worker_restarts": options["max_restarts"],
             "skips": self.skips,
             "schedule_class": Watched,
@@ -306,7 +306,7 @@ class Stories(RuleBasedStateMachine):
         """How many batches torch's worker has built by now, at least and at most."""
         least = self.from_worker[worker_id]
         if self.kind == "map" and self.in_order:
-            return (self.built_before(worker_id, self.epoch.sampler.count),) * 2
+            return (self.built_before(worker_id, self.epoch.drawn),) * 2
         if self.has_ended:
             return least, least
         return least, self.lengths[worker_id] if self.kind == "stream" else self.length
@@ -322,7 +322,7 @@ class Stories(RuleBasedStateMachine):
     def the_window_holds_and_indices_are_drawn_when_torch_draws_them(self):
         if self.epoch.schedule.failed or self.is_over:
             return
-        schedule, drawn = self.epoch.schedule, self.epoch.sampler.count
+        schedule, drawn = self.epoch.schedule, self.epoch.drawn
         assert len(schedule.tasks) <= self.window
         assert self.kind == "stream" or drawn == min(self.length, schedule.taken + self.window)
         for k in range(self.num_workers):
