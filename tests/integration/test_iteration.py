@@ -19,6 +19,9 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 EXIT_LIMIT = 500.0  # seconds for a process to end; on expiry the test fails
 
 
+ALONE = {"num_cpus": 0, "memory": 6}  # options of actors that no other test has
+
+
 # ---- iterators
 
 
@@ -44,7 +47,7 @@ def stuck(tmp_path):
         mail.send(os.getpid())
         gate.wait()
 
-    iterators = [iter(load(get, 1))]
+    iterators = [iter(load(get, 1, ray_remote_args=ALONE))]
     yield iterators, psutil.Process(int(mail.receive()[0]))
     gate.open()
     mail.close()
@@ -54,7 +57,9 @@ def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever
     monkeypatch.setattr(rayloader.actors.pool, "UNWANTED_S", 0.1)
     iterators, process = stuck
     iterators.clear()
-    assert process.pid not in in_each_worker(lambda index: os.getpid(), 1), "another one took over"
+    assert process.pid not in in_each_worker(lambda index: os.getpid(), 1, ray_remote_args=ALONE), (
+        "another one took over"
+    )
     said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
     assert any(said in message for message in caplog.messages)
 

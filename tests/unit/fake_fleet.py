@@ -23,7 +23,6 @@ from rayloader import DataLoader
 from rayloader._compat import ExceptionWrapper
 from rayloader.epoch.engine import LOOK_S, Engine
 from rayloader.epoch.schedule import Schedule
-from rayloader.errors import RaySessionError
 from rayloader.gpu.to_device import PINNED_AHEAD, PinOrMove
 from rayloader.observe.recorder import Tally
 from rayloader.options import Options
@@ -274,13 +273,11 @@ class World:
         stillborn: how many of the next ones cannot start.
         hopeless: the error of processes that wait for a place in vain.
         killed: processes.
-        ended: why the fleet cannot be used any more.
     """
 
     length: Callable[[int], int] | None = None
     random: random.Random | None = None
     hopeless: Exception | None = None
-    ended = ""
     works = new_runs = True
     slice, snapshot_every, stillborn = 1000, 3, 0
     came = False  # a process runs by now
@@ -315,8 +312,7 @@ class World:
     # ---- where processes come from
 
     def check(self) -> None:
-        if self.ended:
-            raise RaySessionError(self.ended)
+        pass
 
     def lend(self, count: int, *, fresh: bool) -> list[Process]:
         lent = [Process(self, runs=self.new_runs, cannot_start=n < self.stillborn) for n in range(count)]
@@ -496,6 +492,12 @@ class Epoch:
                 self.take()
             except StopIteration:
                 return self.got
+
+    def work(self, worker_id: int) -> None:
+        """A worker's process sends one answer, which arrives."""
+        self.engine.flush()
+        self.process(worker_id).work()
+        self.hear()
 
     def hear(self) -> None:
         """What was sent arrives."""
