@@ -19,9 +19,6 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 EXIT_LIMIT = 500.0  # seconds for a process to end; on expiry the test fails
 
 
-ALONE = {"num_cpus": 0, "memory": 6}  # options of actors that no other test has
-
-
 # ---- iterators
 
 
@@ -38,38 +35,41 @@ def test_an_iterator_gives_its_workers_back_with_its_last_batch(workers):
     assert len(list(resumed)) == 4
 
 
-@pytest.fixture
-def stuck(tmp_path):
-    """A list of the iterator of a worker that waits in its first sample, and the worker's process."""
+def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(rayloader.actors.pool, "UNWANTED_S", 0.1)
+    gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
+
+    def get(index):
+        mail.send(os.getpid())
+        gate.wait()
+        return index
+
+    iterator = iter(load(get))
+    stuck = set(map(int, mail.receive(2)))
+    del iterator
+    busy = set(in_each_worker(lambda index: os.getpid()))
+    assert not busy & stuck  # others took over
+    said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
+    assert [said in message for message in caplog.messages].count(True) >= 1
+    gate.open()
+    mail.close()
+
+
+def test_a_worker_that_does_not_stop_is_killed_when_its_time_has_come(tmp_path, monkeypatch):
+    for limit in ("GRACE_S", "STOP_TIMEOUT_S"):
+        monkeypatch.setattr(rayloader.actors.pool, limit, 0.1)
     gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
     def get(index):
         mail.send(os.getpid())
         gate.wait()
 
-    iterators = [iter(load(get, 1, ray_remote_args=ALONE))]
-    yield iterators, psutil.Process(int(mail.receive()[0]))
+    iterator = iter(load(get, 1))
+    process = psutil.Process(int(mail.receive()[0]))
+    del iterator
+    assert psutil.wait_procs([process], EXIT_LIMIT)[1] == []
     gate.open()
     mail.close()
-
-
-def test_a_worker_that_goes_on_with_what_nobody_wants_is_not_waited_for_for_ever(stuck, monkeypatch, caplog):
-    monkeypatch.setattr(rayloader.actors.pool, "UNWANTED_S", 0.1)
-    iterators, process = stuck
-    iterators.clear()
-    assert process.pid not in in_each_worker(lambda index: os.getpid(), 1, ray_remote_args=ALONE), (
-        "another one took over"
-    )
-    said = "a warm worker process is ended, which has not answered for 0.1 s; a new one takes its place"
-    assert any(said in message for message in caplog.messages)
-
-
-def test_a_worker_that_does_not_stop_is_killed_when_its_time_has_come(stuck, monkeypatch):
-    for limit in ("GRACE_S", "STOP_TIMEOUT_S"):
-        monkeypatch.setattr(rayloader.actors.pool, limit, 0.1)
-    iterators, process = stuck
-    iterators.clear()
-    assert psutil.wait_procs([process], EXIT_LIMIT)[1] == []
 
 
 # ---- actors
