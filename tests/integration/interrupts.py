@@ -1,4 +1,4 @@
-"""Raises an error at the n-th point at which Python may run a signal handler in rayloader's own code."""
+"""Raises KeyboardInterrupt at the n-th point at which Python may run a signal handler in rayloader's own code."""
 
 import contextlib
 import signal
@@ -19,11 +19,8 @@ class Interrupt:
     spared, and so is what a weak reference calls: Python only prints what is raised there.
     """
 
-    def __init__(self, number, error):
-        self.number = number
-        self.error = error
-        self.count = 0
-        self.where = None
+    def __init__(self, number):
+        self.number, self.count, self.where = number, 0, None
 
     def __call__(self, frame, event, argument):
         if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(PACKAGE):
@@ -34,7 +31,7 @@ class Interrupt:
         if self.count == self.number:
             self.where = f"{frame.f_code.co_name}:{frame.f_lineno} ({event} {argument})"
             sys.setprofile(None)
-            raise self.error
+            raise KeyboardInterrupt
 
     def __enter__(self):
         sys.setprofile(self)
@@ -56,10 +53,6 @@ def in_finalizer(frame):
     return False
 
 
-def interrupted_at(number, error=KeyboardInterrupt):
-    return Interrupt(number, error)
-
-
 @contextlib.contextmanager
 def no_hang(what):
     """Raises AssertionError in the main thread when the block takes too long."""
@@ -76,10 +69,10 @@ def no_hang(what):
         signal.signal(signal.SIGALRM, before)
 
 
-def each_point(stride=1, error=KeyboardInterrupt):
+def each_point(stride=1):
     """An `Interrupt` at one point after the other, up to the last of the operations that it is laid around."""
     for number in range(1, POINTS, stride):
-        interrupt = Interrupt(number, error)
+        interrupt = Interrupt(number)
         with no_hang(lambda: (interrupt.number, interrupt.where)):  # noqa: B023
             yield interrupt
         if not interrupt.fired:

@@ -9,12 +9,11 @@ import contextlib
 import psutil
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 import rayloader.actors.pool
 from inside import live_actor_pids
 from interrupts import HANG_LIMIT, each_point
-from probes import Calls
+from probes import Calls, Stream
 from rayloader import DataLoader, RayloaderError
 from rayloader.epoch.iterator import close_all
 from rayloader.gpu.page_locks import unlocker
@@ -32,11 +31,6 @@ LENGTH = 40
 full = pytest.mark.full
 
 
-class Numbers(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(LENGTH))
-
-
 def make_loader(dataset=None, **options):
     return DataLoader(dataset or Calls(torch.tensor, LENGTH), **{"batch_size": None, "num_workers": 2, **options})
 
@@ -45,12 +39,10 @@ WAITING = {"num_workers": 1, "prefetch_factor": 1}  # each batch is asked for wh
 KINDS = {
     "in order": {},
     "each waited for": WAITING,
-    "iterable": {"dataset": Numbers(), "num_workers": 1, "prefetch_factor": 2},
+    "iterable": {"dataset": Stream(lambda worker: iter(torch.arange(LENGTH))), "num_workers": 1, "prefetch_factor": 2},
     "pinned": {"pin_memory": True},
-    "pinned, each waited for": {"pin_memory": True, **WAITING},
     "on a device": {"device": "cuda"},
     "persistent": {"persistent_workers": True},
-    "timeout": {"timeout": 1000},
     "dynamic": {"seeding": "batch", "scheduling": "dynamic"},
 }
 POINTS_OF_NEXT = [

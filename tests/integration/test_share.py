@@ -12,7 +12,7 @@ import ray
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from interrupts import interrupted_at, no_hang
+from interrupts import Interrupt, no_hang
 from rayloader import DataLoader, ShareError, StateError, share, shared
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -229,7 +229,7 @@ def test_an_interrupted_next_loses_nothing_and_hangs_nowhere():
             interrupt = None
             with no_hang(lambda: interrupt and interrupt.where):  # noqa: B023
                 found.append(next(batches))
-                with contextlib.suppress(KeyboardInterrupt), interrupted_at(number) as interrupt:
+                with contextlib.suppress(KeyboardInterrupt), Interrupt(number) as interrupt:
                     for _ in range(12):
                         found.append(next(batches))
                 found += batches

@@ -63,7 +63,6 @@ AWAY = [[("place", frozenset({"away"}), True)]]
         ([ONE, SPARE, MEMORY], FULL, [wait(memory=5)], [MEMORY]),
         ([ONE, GPU], FULL, [wait(CPU=1, GPU=1)], [ONE, GPU]),
         ([GPU, ONE], FULL, [wait(CPU=1, GPU=1)], [GPU]),
-        ([ONE, SPARE], FULL, [wait(nowhere=1)], []),
         ([ONE, FAR], [*FULL, node("b")], [wait(CPU=2)], [FAR]),
         ([ONE, FAR], [*FULL, node("b", CPU=1)], [wait(CPU=1)], []),
         ([ONE, FAR], [*FULL, node("b", CPU=1)], [wait(CPU=1, node_id="a")], [ONE]),

@@ -15,8 +15,6 @@ KINDS = {
     "scattered tensor": lambda t: torch.stack([t, t + 50], 1)[:, 0],
     "array": torch.Tensor.numpy,
     "object": lambda t: SimpleNamespace(rows=t),
-    "list of tensors": list,
-    "long array": lambda t: np.tile(t.numpy(), 100),
     "scattered array": lambda t: np.tile(t.numpy(), 200)[::2],
     "list of NumPy's numbers": lambda t: list(t.numpy()),
     "dict": lambda t: {"rows": t, "name": "x"},

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from epochs import Epoch, expected
-from fake_fleet import Process
+from fake_fleet import Epoch, Process, expected
 from rayloader import BatchTimeoutError, RayloaderError, SkipLimitError, WorkerDiedError, WorkerStartError
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch.ahead import AheadThread
@@ -19,67 +18,78 @@ from rayloader.errors import RaySessionError
 from rayloader.protocol import Answer, ResultKind
 from rayloader.workers import fleet as fleet_module
 
+THREAD = "rayloader-ahead"
+
+
+def ahead() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == THREAD]
+
 
 @pytest.fixture
 def begin(monkeypatch):
-    """Makes epochs, whose time is that of the first one's fleet, and proves that none leaves a thread."""
+    """Begins epochs, whose time is that of the first one's fleet, and proves that none leaves a thread."""
     made: list[Epoch] = []
 
-    def make(*args: Any, **options: Any) -> Epoch:
+    def make(*args: Any, works: bool = True, **options: Any) -> Epoch:
         epoch = Epoch(*args, **options)
         made.append(epoch)
         for module in (engine_module, fleet_module):
-            monkeypatch.setattr(module, "time", epoch.fleet.clock)
-        return epoch
+            monkeypatch.setattr(module, "time", epoch.world.clock)
+        epoch.world.works = works
+        return epoch.open()
 
     yield make
     for epoch in made:
         epoch.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
-
-
-# ---- drawing and waiting
-
-
-class Odd(Iterator[Any]):
-    """The sampler of eleven batches; a draw raises an error in place of giving indices."""
-
-    def __init__(self, at: int, error: BaseException) -> None:
-        self.at, self.error, self.drawn = at, error, 0
-
-    def __next__(self) -> Any:
-        self.drawn += 1
-        if self.drawn == self.at:
-            raise self.error
-        if self.drawn == 13:
-            raise StopIteration
-        return [self.drawn - 1 - (self.drawn > self.at)]
+    assert ahead() == []
 
 
 class Interrupt(BaseException):
     """What a signal handler raises."""
 
 
-def test_what_a_draw_raises_comes_in_a_batchs_place_and_the_next_draw_goes_on(begin):
-    epoch = begin(sampler=Odd(6, KeyError("as planned"))).open()
+def raising(error: BaseException) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def drawing(error: BaseException):
+    """The sampler of eleven batches, whose sixth draw raises."""
+    drawn = iter([[0], [1], [2], [3], [4], error, [5], [6], [7], [8], [9], [10], None])
+
+    def draw() -> Any:
+        if (indices := next(drawn)) is error:
+            raise error
+        return indices
+
+    return iter(draw, None)
+
+
+# ---- drawing and waiting
+
+
+@pytest.mark.parametrize(("error", "broken"), [(KeyError("as planned"), False), (Interrupt("as planned"), True)])
+def test_what_a_draw_raises_comes_in_a_batchs_place_and_an_interrupt_there_breaks_the_epoch(begin, error, broken):
+    epoch = begin(sampler=drawing(error))
     epoch.take()
-    with pytest.raises(KeyError, match="as planned"):
+    with pytest.raises(type(error), match="as planned"):
         epoch.take()
-    assert not epoch.engine.broken
-    assert epoch.take_all() == [expected(11)[0], *expected(11)[2:]], "the error has taken the place of a batch"
+    assert epoch.engine.broken == broken
+    if not broken:
+        assert epoch.take_all() == [expected(11)[0], *expected(11)[2:]], "the error has taken the place of a batch"
 
 
 def test_time_without_news_is_counted_and_apart_where_a_finished_batch_waits_for_an_earlier_one(begin):
-    epoch = begin().open()
-    epoch.fleet.works = False
+    epoch = begin(works=False)
     epoch.await_one()  # the workers have begun
     epoch.await_one()
     assert (epoch.tally.blocked, epoch.tally.behind) == (LOOK_S, 0.0)
     epoch.work(1)
-    epoch.fleet.came = False
+    epoch.world.came = False
     epoch.await_one()
-    assert (epoch.tally.blocked, epoch.tally.behind) == (2 * LOOK_S, LOOK_S)
-    epoch.work(0)
+    epoch.process(0).work()
     assert [epoch.take(), epoch.take()] == expected(2)
     assert (epoch.tally.blocked, epoch.tally.behind) == (2 * LOOK_S, LOOK_S)
 
@@ -89,24 +99,12 @@ def test_time_without_news_is_counted_and_apart_where_a_finished_batch_waits_for
 
 def test_a_worker_that_dies_goes_on_from_its_last_snapshot_which_is_told(begin, caplog):
     epoch = begin(1, 30)
-    epoch.fleet.snapshot_every = 4
-    epoch.open()
     for _ in range(10):
         epoch.take()
-    epoch.fleet.process(0).dies()
+    epoch.process(0).dies()
     assert epoch.take_all() == expected(30, 1)
-    assert [task for _, task in epoch.fleet.rebuilt][:2] == [8, 9]
+    assert epoch.world.rebuilt == [9]
     assert "worker 0 is lost and gets another process: as planned" in caplog.text
-
-
-def at_its_task(epoch: Epoch) -> Process:
-    """The first worker's process, once it has begun and is at its oldest task."""
-    process = epoch.fleet.process(0)
-    while process.inbox and process.inbox[0][0] != "run":
-        process.step()
-        epoch.hear()
-        epoch.engine.flush()
-    return process
 
 
 def exits(process: Process) -> None:
@@ -124,93 +122,91 @@ def exits(process: Process) -> None:
     ids=["dies at one task", "says that the task has ended it", "dies in a row"],
 )
 def test_an_epoch_that_cannot_go_on_gives_what_has_come_and_then_says_why(begin, ends, restarts, times, cause):
-    epoch = begin(max_worker_restarts=restarts).open()
-    epoch.fleet.works = False
+    epoch = begin(max_worker_restarts=restarts, works=False)
     for death in range(times):
         assert epoch.engine.failure is None, death
-        ends(at_its_task(epoch))
+        process = epoch.process(0)
+        while process.inbox and process.inbox[0][0] != "run":  # until it is at its oldest task
+            process.step()
+            epoch.hear()
+            epoch.engine.flush()
+        ends(process)
         epoch.await_one()
     assert epoch.tally.restarts == times - 1
     failure = epoch.engine.failure
-    assert (failure.worker_id, len(failure.__notes__)) == (0, 1)
+    (note,) = failure.__notes__
+    assert failure.worker_id == 0
     assert cause in str(failure)
-    assert failure.__notes__[0].startswith("batch 0, worker 0 (pid ")
-    assert failure.__notes__[0].endswith("indices [0]")
+    assert (note[:22], note[-11:]) == ("batch 0, worker 0 (pid", "indices [0]")
     for _ in range(2):
         with pytest.raises(WorkerDiedError):
             epoch.take()
 
 
+@pytest.fixture
 def rebuilding(begin):
     """A worker that has lost its process after ten batches, none of which a snapshot spares."""
     epoch = begin(1, 40)
-    epoch.fleet.snapshot_every = 1000
-    epoch.open()
+    epoch.world.snapshot_every = 1000
     for _ in range(10):
         epoch.take()
-    epoch.fleet.works = False
-    epoch.fleet.slice = 2
-    epoch.fleet.process(0).dies()
+    epoch.world.works, epoch.world.slice = False, 2
+    epoch.process(0).dies()
     epoch.await_one()
     return epoch
 
 
-def test_the_progress_of_a_long_rebuilding_is_told_and_less_and_less_often(begin, caplog):
-    epoch = rebuilding(begin)
+def test_the_progress_of_a_long_rebuilding_is_told_and_less_and_less_often(rebuilding, caplog):
     told = []
-    while epoch.fleet.workers[0].rebuilding is not None:
-        epoch.fleet.clock.now += REBUILDING_PATIENCE_S
-        epoch.engine.flush()
-        epoch.work(0)
+    while rebuilding.world.workers[0].rebuilding is not None:
+        rebuilding.world.clock.now += REBUILDING_PATIENCE_S
+        rebuilding.work(0)
         told.append(sum("is rebuilding earlier batches" in message for message in caplog.messages))
     assert told[:2] == [0, 1]
     assert told[-1] < len(told) - 1
     assert "worker 0 is rebuilding earlier batches: 4 of 10 in 10 s, 0.2 a second" in caplog.text
 
 
-def test_a_process_that_dies_while_it_rebuilds_blames_no_task(begin):
-    epoch = rebuilding(begin)
+def test_a_process_that_dies_while_it_rebuilds_blames_no_task(rebuilding):
     for _ in range(2):
-        epoch.engine.flush()
-        epoch.work(0)
-        epoch.fleet.process(0).dies()
-        epoch.await_one()
-    assert epoch.schedule._kills == {10: 1}
+        rebuilding.work(0)
+        rebuilding.process(0).dies()
+        rebuilding.await_one()
+    assert rebuilding.schedule._kills == {10: 1}
 
 
 def test_news_of_the_arena_reach_it_and_measurements_know_the_lane(begin):
     epoch = begin()
-    epoch.fleet.news = {"full": True, "no_arena": "no file"}
-    epoch.open()
+    epoch.world.news = {"full": True, "no_arena": "no file"}
     epoch.take()
-    assert epoch.fleet.process(0).full
-    assert set(epoch.fleet.process(0).refusals) == {"no file"}
+    assert epoch.process(0).full
+    assert set(epoch.process(0).refusals) == {"no file"}
     assert (epoch.tally.workers[0].lane, epoch.tally.workers[0].process) == ("line", "fork")
 
 
 @pytest.mark.parametrize("pin", [None, lambda batch: batch], ids=["alone", "with a thread that works ahead"])
 def test_a_process_that_waits_for_a_place_in_vain_is_an_error(begin, monkeypatch, pin):
-    epoch = begin(pin=pin).open()
-    epoch.fleet.works = False
+    epoch = begin(pin=pin, works=False)
     epoch.await_one()
-    epoch.fleet.new_runs = False
-    epoch.fleet.process(0).dies()
-    epoch.fleet.hopeless = WorkerStartError("as planned")
+    epoch.world.new_runs = False
+    epoch.process(0).dies()
+    epoch.world.hopeless = WorkerStartError("as planned")
     monkeypatch.setattr(AheadThread, "wait", lambda self, timeout: False)  # it has waited, and nothing has come
     with pytest.raises(WorkerStartError, match="as planned"):
         epoch.take_all()  # what was built before comes first
 
 
-def test_where_there_was_no_other_process_to_be_had_there_may_be_one_later(begin, monkeypatch):
-    epoch = begin(1).open()
+@pytest.mark.parametrize(("what", "kind"), [("lend", WorkerStartError), ("check", RaySessionError)])
+def test_where_there_was_no_other_process_to_be_had_or_no_session_there_may_be_one_later(begin, what, kind):
+    epoch = begin(1)
     epoch.take()
-    replace = epoch.fleet.replace
-    epoch.fleet.replace = raising(WorkerStartError("as planned"))
-    epoch.fleet.process(0).dies()
+    own = getattr(epoch.world, what)
+    setattr(epoch.world, what, raising(kind("as planned")))
+    epoch.process(0).dies()
     for _ in range(2):
-        with pytest.raises(WorkerStartError, match="as planned"):
+        with pytest.raises(kind, match="as planned"):
             epoch.take_all()
-    epoch.fleet.replace = replace
+    setattr(epoch.world, what, own)
     assert epoch.take_all() == expected(12, 1)
 
 
@@ -226,38 +222,36 @@ def test_where_there_was_no_other_process_to_be_had_there_may_be_one_later(begin
     ],
 )
 def test_a_batch_that_is_overdue_is_named_and_may_be_waited_for_again(begin, at, happens, waits):
-    epoch = begin(timeout=5.0).open()
-    epoch.fleet.works, epoch.fleet.new_runs = False, False
+    epoch = begin(timeout=5.0, works=False)
+    epoch.world.new_runs = False
     if at == 30:
-        epoch.fleet.process(0).dies()
-    wait, seconds = epoch.fleet.wait, []
+        epoch.process(0).dies()
+    wait, count = epoch.world.wait, itertools.count(1)
 
-    def noting(timeout: float) -> bool:
-        seconds.append(timeout)
-        if len(seconds) == at:
-            happens(epoch.fleet.process(at == 4))
+    def waiting(timeout: float) -> bool:
+        if next(count) == at:
+            happens(epoch.process(at == 4))
         return wait(timeout)
 
-    epoch.fleet.wait = noting
+    epoch.world.wait = waiting
     with pytest.raises(BatchTimeoutError, match=r"timed out after 5.0 seconds waiting for batch 0, worker 0"):
         epoch.take()
-    assert waits - 1 <= len(seconds) <= waits + 3
-    epoch.fleet.works = True
+    assert waits < next(count) <= waits + 4
+    epoch.world.works = True
     assert epoch.take_all() == expected(12)
 
 
 def test_a_worker_that_hangs_is_replaced_if_that_was_asked_for(begin):
-    epoch = begin(timeout=5.0, on_timeout="restart").open()
-    epoch.fleet.works = False
-    hung, lose = epoch.fleet.process(0), epoch.fleet.lose
+    epoch = begin(timeout=5.0, on_timeout="restart", works=False)
+    hung, kill = epoch.process(0), epoch.world.kill
 
-    def lose_and_work(process: Process) -> None:
-        epoch.fleet.works = True
-        lose(process)
+    def kill_and_work(process: Process) -> None:
+        epoch.world.works = True
+        kill(process)
 
-    epoch.fleet.lose = lose_and_work
+    epoch.world.kill = kill_and_work
     assert epoch.take_all() == expected(12)
-    assert epoch.fleet.killed == [hung]
+    assert epoch.world.killed == [hung]
     assert epoch.tally.restarts == 1
 
 
@@ -265,23 +259,22 @@ def test_a_worker_that_hangs_is_replaced_if_that_was_asked_for(begin):
 
 
 def test_a_process_that_exits_after_the_epoch_was_closed_blames_no_task_of_the_next(begin):
-    first = begin(2, 30).open()
-    first.fleet.works = False
-    process = first.fleet.process(0)
+    first = begin(2, 30, works=False)
+    process = first.process(0)
     process.exits_at = {(0, 2)}
-    second = begin(2, 30, before=first).open()
+    second = begin(2, 30, before=first, works=False)
     process.work(10)  # it goes on, also in the next epoch
-    second.fleet.works = True
+    first.world.works = True
     assert second.take_all() == expected(30, epoch=1, first=2)
-    assert first.fleet.killed == [process]
+    assert first.world.killed == [process]
     assert second.schedule._kills == {}
 
 
 def test_what_the_thread_that_works_ahead_hears_last_is_not_lost(begin, monkeypatch):
     options = {"pin": lambda batch: batch, "forks": True}
-    first = begin(2, 8, **options).open()
+    first = begin(2, 8, **options)
     assert [batch[3] for batch in first.take_all()] == [*range(8)]
-    process, close = first.fleet.process(0), AheadThread.close
+    process, close = first.process(0), AheadThread.close
     process.dies()
 
     def hear_and_close(self: AheadThread, **how: bool) -> None:
@@ -290,18 +283,18 @@ def test_what_the_thread_that_works_ahead_hears_last_is_not_lost(begin, monkeypa
         close(self, **how)
 
     monkeypatch.setattr(AheadThread, "close", hear_and_close)
-    second = begin(2, 8, before=first, **options).open()
-    assert first.fleet.killed == [process]
+    second = begin(2, 8, before=first, **options)
+    assert first.world.killed == [process]
     assert [batch[3] for batch in second.take_all()] == [*range(8)]
 
 
 @pytest.mark.parametrize("pin", [None, lambda batch: batch])
 def test_workers_without_a_task_are_awaited_until_they_have_begun(begin, pin):
-    first = begin(2, 1, pin=pin).open()
+    first = begin(2, 1, pin=pin)
     assert len(first.take_all()) == 1
-    second = begin(2, 1, before=first, pin=pin).open()
+    second = begin(2, 1, before=first, pin=pin)
     second.engine.note_begins()
-    assert [worker.journal.begun for worker in second.fleet.workers] == [True, True]
+    assert [worker.journal.begun for worker in second.world.workers] == [True, True]
 
 
 # ---- samples that were skipped
@@ -310,10 +303,9 @@ def test_workers_without_a_task_are_awaited_until_they_have_begun(begin, pin):
 def test_skipped_samples_are_counted_and_too_many_are_an_error_whose_batch_counts_as_given(begin, caplog):
     epoch = begin(on_error="skip", max_skipped=2)
     skipped = (("7", "ValueError: bad"),)
-    epoch.fleet.outcome = lambda task_id: (
+    epoch.world.outcome = lambda task_id: (
         Answer(task_id, ResultKind.EMPTY, skipped=skipped) if task_id in (2, 3, 8) else None
     )
-    epoch.open()
     with pytest.raises(SkipLimitError):
         epoch.take_all()
     assert [batch[-1] for batch in epoch.got] == [0, 1, 4, 5, 6, 7]
@@ -328,11 +320,10 @@ def test_skipped_samples_are_counted_and_too_many_are_an_error_whose_batch_count
 
 
 def test_the_thread_begins_when_something_has_to_be_copied(begin):
-    epoch = begin(length=30).open()
+    epoch = begin(length=30)
     epoch.take()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
-    assert epoch.fleet.read_count == 0
-    epoch.fleet.copies = epoch.fleet.uses_store = True
+    assert (ahead(), epoch.world.read_count) == ([], 0)
+    epoch.world.copies = epoch.world.uses_store = True
     assert epoch.take_all() == expected(30)
     assert epoch.engine._ahead is not None
 
@@ -346,32 +337,24 @@ def test_batches_are_pinned_in_the_thread_in_order_whoever_dies_and_what_that_ra
             raise KeyError("as planned")
         return ("pinned", batch)
 
-    epoch = begin(pin=pin, length=30).open()
+    epoch = begin(pin=pin, length=30)
     for _ in range(3):
         epoch.take()
     with epoch.engine.lock:
-        epoch.fleet.process(0).dies()
+        epoch.process(0).dies()
     with pytest.raises(KeyError, match="as planned"):
         epoch.take_all()
     assert len(epoch.got) == 7
-    epoch.take_all()
-    assert epoch.got == [("pinned", batch) for batch in expected(30) if batch[-1] != 7]
+    assert epoch.take_all() == [("pinned", batch) for batch in expected(30) if batch[-1] != 7]
     assert epoch.tally.restarts == 1
-    assert pinned_in == {"rayloader-ahead"}
+    assert pinned_in == {THREAD}
 
 
 # ---- interrupts
 
 
-def raising(error: BaseException) -> Any:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    return fail
-
-
 def test_a_batch_remains_the_next_until_it_was_handed_over(begin):
-    epoch = begin().open()
+    epoch = begin()
     task = epoch.engine.next()
     assert epoch.engine.next() is task
     assert epoch.position.next_task == 0
@@ -382,9 +365,9 @@ def test_a_batch_remains_the_next_until_it_was_handed_over(begin):
 
 @pytest.mark.parametrize("where", ["wait", "_first", "_end_turn", "_draw_owed"])
 def test_an_interrupt_outside_a_change_loses_no_batch(begin, where):
-    epoch = begin().open()
+    epoch = begin()
     epoch.take()
-    owner = epoch.fleet if where == "wait" else epoch.engine
+    owner = epoch.world if where == "wait" else epoch.engine
     own = getattr(owner, where)
 
     def once(*args: Any) -> Any:
@@ -400,14 +383,13 @@ def test_an_interrupt_outside_a_change_loses_no_batch(begin, where):
 
 @pytest.mark.parametrize(("error", "broken"), [(Interrupt(), True), (RaySessionError("as planned"), False)])
 def test_an_interrupt_within_a_change_is_told_by_next_and_errors_of_ours_leave_it_whole(begin, error, broken):
-    epoch = begin().open()
+    epoch = begin()
     epoch.take()
-    receive, epoch.fleet.receive = epoch.fleet.receive, raising(error)
+    receive, epoch.world.receive = epoch.world.receive, raising(error)
     with pytest.raises(type(error)):
         epoch.engine.receive(0.0)
     assert epoch.engine.broken == broken
-    assert epoch.position.next_task in (0, 1)
-    epoch.fleet.receive = receive
+    epoch.world.receive = receive
     if broken:
         with pytest.raises(RayloaderError, match="interrupted"):
             epoch.take()
@@ -416,28 +398,11 @@ def test_an_interrupt_within_a_change_is_told_by_next_and_errors_of_ours_leave_i
         assert epoch.take_all() == expected(12)
 
 
-def test_an_interrupt_while_the_sampler_draws_breaks_the_epoch(begin):
-    epoch = begin(sampler=Odd(6, Interrupt())).open()
-    epoch.take()
-    with pytest.raises(Interrupt):
-        epoch.take()
-    assert epoch.engine.broken
-
-
 @pytest.mark.parametrize(("was_interrupted", "error"), [(True, "interrupted"), (False, "a fault of rayloader")])
 def test_where_something_was_lost_next_does_not_wait_for_ever(begin, was_interrupted, error):
-    epoch = begin().open()
-    epoch.fleet.works = False
+    epoch = begin(works=False)
     for worker in epoch.schedule._workers:
         worker.unanswered.clear()
     epoch.engine.was_interrupted = was_interrupted
     with pytest.raises(RayloaderError, match=error):
         epoch.take()
-
-
-def test_the_end_of_the_session_is_told(begin):
-    epoch = begin().open()
-    epoch.take()
-    epoch.fleet.ended = "Ray was shut down"
-    with pytest.raises(RaySessionError, match="shut down"):
-        epoch.take_all()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
 from rayloader import cached
 from rayloader._compat import DatasetKind
@@ -47,11 +47,14 @@ class BrokenStream(IterableDataset):
         return self.number
 
 
-def named(dataset, indices, kind=MAP, batched=True, fetcher=None, skipped=None):
-    fetcher = fetcher or create_fetcher(kind, dataset, batched, False)
+def named(fetcher, kind, indices, skipped=None):
     with pytest.raises((ValueError, CacheError, IndexError)) as caught:
         fetch(fetcher, kind, indices, skipped)
     return raised_by(caught.value)
+
+
+def of_map(dataset, batched=True):
+    return create_fetcher(MAP, dataset, batched, False), MAP
 
 
 BACKWARDS = Subset(Broken(), [7, 6, 5, 4, 3, 2, 1, 0])  # sample 2 raises
@@ -61,8 +64,6 @@ BACKWARDS = Subset(Broken(), [7, 6, 5, 4, 3, 2, 1, 0])  # sample 2 raises
     ("dataset", "indices", "name"),
     [
         (Broken(), [7, 1, 5, 2], "sample 5, position 2 of 4"),
-        (Broken(), (1, 5), "sample 5, position 1 of 2"),
-        (Broken(), range(8), "sample 5, position 5 of 8"),
         (Broken(), torch.tensor([3, 5]), "sample 5, position 1 of 2"),
         (Broken(), [3, np.int64(5)], "sample 5, position 1 of 2"),
         (BACKWARDS, [0, 2, 1], "sample 2, position 1 of 3"),
@@ -80,46 +81,41 @@ BACKWARDS = Subset(Broken(), [7, 6, 5, 4, 3, 2, 1, 0])  # sample 2 raises
         (cached(BrokenInside()), [1, 5, 2], ""),
         (Broken(), (index for index in (3, 5)), ""),
         (Subset(Broken(), [0, 1]), [0, 9, 1], "sample 9, position 1 of 3"),  # which it does not have
-        (Subset(BACKWARDS, [0, 1]), [0, 9, 1], "sample 9, position 1 of 3"),
+        (TensorDataset(torch.arange(64)), [*range(32), 99], "sample 99, position 32 of 33"),  # not asked for each
         (Subset(cached(Broken()), [0, 1]), [0, 9, 1], "sample 9, position 1 of 3"),
     ],
 )
 def test_the_sample_of_a_batch_is_named_by_the_outermost_index(dataset, indices, name):
-    assert named(dataset, indices) == name
+    assert named(*of_map(dataset), indices) == name
 
 
 @pytest.mark.parametrize("index", [5, np.int64(5), torch.tensor(5)])
 def test_the_sample_is_named_without_batching(index):
-    assert named(Broken(), index, batched=False) == "sample 5"
+    assert named(*of_map(Broken(), False), index) == "sample 5"
 
 
-def test_samples_of_a_stream_are_counted():
-    fetcher = create_fetcher(STREAM, BrokenStream(), True, False)
-    assert fetch(fetcher, STREAM, [None] * 3, None) == ([0, 1, 2], 3)
-    assert named(None, [None] * 3, STREAM, fetcher=fetcher) == "sample 5 of the stream, position 2 of 3"
-    assert fetch(fetcher, STREAM, [None] * 3, None) == ([6, 7, 8], 3)
+@pytest.mark.parametrize(("batched", "indices", "where"), [(True, [None] * 3, ", position 2 of 3"), (False, None, "")])
+def test_samples_of_a_stream_are_counted(batched, indices, where):
+    fetcher, found = create_fetcher(STREAM, BrokenStream(), batched, False), []
+    while fetcher.taken + (3 if batched else 1) <= 5:
+        found.append(fetch(fetcher, STREAM, indices, None))
+    assert found == ([([0, 1, 2], 3)] if batched else [(number, 1) for number in range(5)])
+    assert named(fetcher, STREAM, indices) == f"sample 5 of the stream{where}"
+    assert fetch(fetcher, STREAM, indices, None) == (([6, 7, 8], 3) if batched else (6, 1))
     fetcher.dataset_iter.number = 4
-    assert named(None, [None] * 3, STREAM, fetcher=fetcher) == "sample 9 of the stream, position 0 of 3"
-
-
-def test_samples_of_a_stream_are_counted_without_batching():
-    fetcher = create_fetcher(STREAM, BrokenStream(), False, False)
-    assert [fetch(fetcher, STREAM, None, None) for _ in range(5)] == [(number, 1) for number in range(5)]
-    assert named(None, None, STREAM, fetcher=fetcher) == "sample 5 of the stream"
-    assert fetch(fetcher, STREAM, None, None) == (6, 1)
+    place = ", position 0 of 3" if batched else ""
+    assert named(fetcher, STREAM, indices) == f"sample {9 if batched else 7} of the stream{place}"
 
 
 @pytest.mark.parametrize("dataset", [Broken(), BrokenInside(), BACKWARDS, cached(Broken())])
 def test_what_is_left_out_has_the_same_name(dataset):
-    index = 2 if dataset is BACKWARDS else 5
-    skipped = []
-    assert fetch(create_fetcher(MAP, dataset, True, False), MAP, [1, index, 3], skipped)[1] == 2
+    index, skipped = 2 if dataset is BACKWARDS else 5, []
+    assert fetch(*of_map(dataset), [1, index, 3], skipped)[1] == 2
     assert skipped == [(str(index), "ValueError: broken")]
 
 
 def test_what_is_left_out_of_a_stream_is_counted():
-    fetcher = create_fetcher(STREAM, BrokenStream(), True, False)
-    skipped = []
+    fetcher, skipped = create_fetcher(STREAM, BrokenStream(), True, False), []
     fetch(fetcher, STREAM, [None] * 3, skipped)
     assert fetch(fetcher, STREAM, [None] * 3, skipped) == ([3, 4], 2)
     assert skipped == [("5 of the stream", "ValueError: broken")]
@@ -131,7 +127,7 @@ def test_an_error_that_is_never_left_out_names_its_sample():
         def __getitem__(self, index):
             return torch.rand(()) if index == 5 else index
 
-    assert named(cached(Random()), 5, batched=False, skipped=[]) == "sample 5"
+    assert named(*of_map(cached(Random()), False), 5, skipped=[]) == "sample 5"
 
 
 def test_an_error_names_the_sample_that_raised_it_last_if_any_did():
@@ -144,11 +140,11 @@ def test_an_error_names_the_sample_that_raised_it_last_if_any_did():
             raise error
 
     assert raised_by(error) == ""
-    assert named(Kept(), [0, 2]) == "sample 2, position 1 of 2"
-    assert named(Kept(), [3]) == "sample 3, position 0 of 1"
+    assert named(*of_map(Kept()), [0, 2]) == "sample 2, position 1 of 2"
+    assert named(*of_map(Kept()), [3]) == "sample 3, position 0 of 1"
 
 
 @pytest.mark.parametrize("dataset", [Subset(BrokenInside(), [3, 2, 1]), Subset(BACKWARDS, [3, 4, 6]), BACKWARDS])
 def test_what_comes_is_what_torchs_fetcher_gives(dataset):
     torchs = DatasetKind.create_fetcher(MAP, dataset, True, lambda samples: samples, False)
-    assert fetch(create_fetcher(MAP, dataset, True, False), MAP, [1, 0, 1], None)[0] == torchs.fetch([1, 0, 1])
+    assert fetch(*of_map(dataset), [1, 0, 1], None)[0] == torchs.fetch([1, 0, 1])

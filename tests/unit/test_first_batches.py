@@ -58,7 +58,6 @@ def said(watch, seen):
         ([1, 2, 3, 4], 2, {"read": (8, 9)}, True),
         ([1, 2, 3, 4], 2, {"read": (8, 8)}, False),
         ([1, 1, 2, 2], 2, {"read": (8,)}, False),  # each has one sample
-        ([1, 2, 3, 4], 2, {"read": (8, 9), "asked": True}, False),
     ],
 )
 def test_a_stream_whose_workers_give_the_same(digests, num_workers, more, expected):
@@ -72,10 +71,10 @@ def test_a_stream_whose_workers_give_the_same(digests, num_workers, more, expect
         assert undivided.watch_of_workers(DataLoader(Stream(), num_workers=2), 2) is None  # it is said once
 
 
-def test_streams_that_are_not_looked_at():
-    assert undivided.watch_of_workers(DataLoader(Stream(), num_workers=1), 1) is None
-    told = DataLoader(Stream(), num_workers=2, num_replicas=2, rank=0)
-    assert undivided.watch_of_workers(told, 2) is None  # the worker tells of ranks and workers at once
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 2, "num_replicas": 2, "rank": 0}])
+def test_streams_that_are_not_looked_at(options):
+    """One worker; or the worker tells of ranks and workers at once."""
+    assert undivided.watch_of_workers(DataLoader(Stream(), **options), options["num_workers"]) is None
 
 
 def test_who_asks_for_a_worker_is_noticed():
@@ -142,23 +141,23 @@ class Own(SequentialSampler):
 
 
 @pytest.mark.parametrize(
-    ("make", "digests"),
+    ("data", "options", "digests"),
     [
-        (lambda rank: DataLoader(DATA, num_replicas=2, rank=rank), (1, 2)),
-        (lambda rank: DataLoader(DATA, num_replicas=1, rank=0), (1, 2)),
-        (lambda rank: DataLoader(DATA, sampler=DistributedSampler(DATA, 2, rank)), (1, 2)),
-        (lambda rank: DataLoader(DATA, sampler=Own(DATA)), (1, 2)),
-        (lambda rank: DataLoader(DATA, batch_sampler=BatchSampler(Own(DATA), 2, False)), (1, 2)),
-        (lambda rank: DataLoader(Part(DATA)), (1, 2)),
-        (lambda rank: DataLoader(DATA, sampler=DATA), (1, 2)),
-        (lambda rank: DataLoader(DATA), (1, 1)),  # the data does not show it
-        (lambda rank: DataLoader(DATA), (3,)),
+        (DATA, {"num_replicas": 2}, (1, 2)),
+        (DATA, {"sampler": DistributedSampler(DATA, 2, 0)}, (1, 2)),
+        (DATA, {"sampler": Own(DATA)}, (1, 2)),
+        (DATA, {"batch_sampler": BatchSampler(Own(DATA), 2, False)}, (1, 2)),
+        (Part(DATA), {}, (1, 2)),
+        (DATA, {"sampler": DATA}, (1, 2)),
+        (DATA, {}, (1, 1)),  # the data does not show it
+        (DATA, {}, (3,)),
     ],
 )
-def test_ranks_that_divide_the_data_or_may_or_mean_it(ranks, make, digests):
+def test_ranks_that_divide_the_data_or_may_or_mean_it(ranks, data, options, digests):
     for rank in range(2):
         ranks(rank)
-        assert began(make(rank), digests) == []
+        told = {"rank": rank} if "num_replicas" in options else {}
+        assert began(DataLoader(data, **options, **told), digests) == []
 
 
 def test_a_store_that_fails_is_no_error(ranks, monkeypatch):

@@ -2,23 +2,27 @@
 
 The stories have several epochs, of map-style datasets and streams, with errors, skipped steps and empty batches.
 Processes die, exit, can't start, come late, repeat their answers, and refuse their lines. What must hold between any
-two events is an invariant here, a rule of the schedule (schedule_rules.py), or an assertion of the fleet: that each
+two events is an invariant here, a rule of the schedule (`check_rules`), or an assertion of the fleet: that each
 worker's random stream goes on where an undisturbed one's would, and that a batch is rebuilt as it was.
+
+A story that fails is shown as it was found, within seconds. To have it told by fewer steps, which may take minutes:
+
+    SHORTEN=1 pytest tests/unit/test_stories.py
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from epochs import Epoch
-from fake_fleet import Process
+from fake_fleet import Epoch, Process, check_rules
 from rayloader import WorkerDiedError
 from rayloader.epoch import engine as engine_module
 from rayloader.epoch.messages import Closed, Command, Event, Fail, ReplaceWorker, TaskDone, WorkerExhausted, WorkerLost
@@ -27,9 +31,9 @@ from rayloader.errors import RaySessionError
 from rayloader.protocol import Answer, ResultKind, Up
 from rayloader.task import OUTSTANDING
 from rayloader.workers import fleet as fleet_module
-from schedule_rules import check_rules
 
 EPOCHS = 4
+going_on = precondition(lambda self: not self.is_over)
 
 
 class Watched(Schedule):
@@ -106,26 +110,26 @@ class Stories(RuleBasedStateMachine):
             "iterable": kind == "stream",
             "in_order": in_order,
             "prefetch_factor": options["prefetch_factor"],
-            "scheduling": "dynamic" if kind == "dynamic" else "static",
+            **({"seeding": "batch", "scheduling": "dynamic"} if kind == "dynamic" else {}),
             "max_worker_restarts": options["max_restarts"],
             "skips": self.skips,
             "schedule_class": Watched,
         }
         self.epoch = Epoch(num_workers, self.length, forks=forks, **self.options)
-        self.fleet = self.epoch.fleet
-        self.fleet.random, self.fleet.slice = random.Random(seed), options["rebuilt_at_once"]
-        self.fleet.snapshot_every = options["snapshot_every"]
-        self.fleet.outcome = self.outcome
+        self.world = self.epoch.world
+        self.world.random, self.world.slice = random.Random(seed), options["rebuilt_at_once"]
+        self.world.snapshot_every = options["snapshot_every"]
+        self.world.outcome = self.outcome
         if kind == "stream":
-            self.fleet.length = self.lengths.__getitem__
+            self.world.length = self.lengths.__getitem__
         if kind == "dynamic":
-            self.fleet.batch = lambda worker_id, epoch, position, indices: [None, epoch, None, *indices]
+            self.world.batch = lambda worker_id, epoch, position, indices: [None, epoch, None, *indices]
         # Of each worker, where its random stream may be at the start of the epoch: from the first to the second number.
         self.positions = [(0, 0)] * num_workers
         self.number = 0
         self.is_over = False  # the story
         self.forget()
-        self.patches = [mock.patch.object(module, "time", self.fleet.clock) for module in (engine_module, fleet_module)]
+        self.patches = [mock.patch.object(module, "time", self.world.clock) for module in (engine_module, fleet_module)]
         for patch in self.patches:
             patch.start()
         self.epoch.open()
@@ -142,32 +146,32 @@ class Stories(RuleBasedStateMachine):
 
     # ---- what may happen
 
-    @precondition(lambda self: not self.is_over)
+    @going_on
     @rule(times=st.integers(1, 12))
     def take(self, times):
         for _ in range(times):
             if not self.has_ended and not self.is_over:
                 self.take_one()
 
-    @precondition(lambda self: not self.is_over)
+    @going_on
     @rule(worker_id=st.integers(0, 3), count=st.integers(1, 4))
     def work(self, worker_id, count):
         self.epoch.engine.flush()
         self.process(worker_id).work(count)
 
-    @precondition(lambda self: not self.is_over)
+    @going_on
     @rule()
     def hear(self):
         self.epoch.hear()
 
-    @precondition(lambda self: not self.is_over)
+    @going_on
     @rule(data=st.data())
     def an_answer_comes_again(self, data):
-        answers = [mail for mail in self.fleet.mail if isinstance(mail[1], tuple) and mail[1][0] == Up.ANSWER]
+        answers = [mail for mail in self.world.mail if isinstance(mail[1], tuple) and mail[1][0] == Up.ANSWER]
         if answers:
-            self.fleet.mail.append(data.draw(st.sampled_from(answers)))
+            self.world.mail.append(data.draw(st.sampled_from(answers)))
 
-    @precondition(lambda self: not self.is_over)
+    @going_on
     @rule(worker_ids=st.lists(st.integers(0, 3), min_size=1, max_size=2), sent=st.integers(0, 2))
     def dies(self, worker_ids, sent):
         for process in dict.fromkeys(map(self.process, worker_ids)):
@@ -180,22 +184,22 @@ class Stories(RuleBasedStateMachine):
     def a_task_will_exit(self, worker_id, task_id):
         self.process(worker_id).exits_at.add((self.number, task_id))
 
-    @precondition(lambda self: not self.is_over and not self.fleet.forks)
+    @precondition(lambda self: not self.is_over and not self.world.forks)
     @rule(worker_id=st.integers(0, 3))
     def a_line_is_refused(self, worker_id):
         if not self.process(worker_id).is_dead:
             self.process(worker_id).refuses_line()
 
-    @precondition(lambda self: not self.is_over)
+    @going_on
     @rule(stillborn=st.integers(0, 2))
     def the_next_processes_come_late_or_never(self, stillborn):
-        self.fleet.new_runs, self.fleet.stillborn = False, stillborn
+        self.world.new_runs, self.world.stillborn = False, stillborn
 
-    @precondition(lambda self: not self.is_over)
+    @going_on
     @rule()
     def processes_come(self):
-        self.fleet.new_runs = True
-        for process in self.fleet.hosts:
+        self.world.new_runs = True
+        for process in self.world.hosts:
             process.runs = True
             if process.may_come and not process.is_dead:
                 process.comes()
@@ -220,7 +224,7 @@ class Stories(RuleBasedStateMachine):
         self.forget()
         self.epoch = Epoch(self.num_workers, self.length, before=self.epoch, meanwhile=meanwhile, **self.options).open()
 
-    @precondition(lambda self: not self.is_over)
+    @going_on
     @rule(rarely=st.integers(0, 15))
     def it_is_closed(self, rarely):
         if rarely != 7:  # for 0 is not rare
@@ -246,7 +250,7 @@ class Stories(RuleBasedStateMachine):
     # ---- what the user gets
 
     def process(self, worker_id: int) -> Process:
-        return self.fleet.process(worker_id % self.num_workers)
+        return self.epoch.process(worker_id % self.num_workers)
 
     def take_one(self):
         self.processes_come()
@@ -273,7 +277,7 @@ class Stories(RuleBasedStateMachine):
         self.taken.append(index)
 
     def nothing_is_held_back(self):
-        assert not any(process.queue for process in self.fleet.hosts), "what workers may be given is sent at once"
+        assert not any(process.queue for process in self.world.hosts), "what workers may be given is sent at once"
 
     def checked(self, batch) -> int:
         """The index of a batch, or of a stream its number."""
@@ -302,7 +306,7 @@ class Stories(RuleBasedStateMachine):
         """How many batches torch's worker has built by now, at least and at most."""
         least = self.from_worker[worker_id]
         if self.kind == "map" and self.in_order:
-            return (self.built_before(worker_id, self.epoch.sampler.count),) * 2
+            return (self.built_before(worker_id, self.epoch.drawn),) * 2
         if self.has_ended:
             return least, least
         return least, self.lengths[worker_id] if self.kind == "stream" else self.length
@@ -318,7 +322,7 @@ class Stories(RuleBasedStateMachine):
     def the_window_holds_and_indices_are_drawn_when_torch_draws_them(self):
         if self.epoch.schedule.failed or self.is_over:
             return
-        schedule, drawn = self.epoch.schedule, self.epoch.sampler.count
+        schedule, drawn = self.epoch.schedule, self.epoch.drawn
         assert len(schedule.tasks) <= self.window
         assert self.kind == "stream" or drawn == min(self.length, schedule.taken + self.window)
         for k in range(self.num_workers):
@@ -339,6 +343,11 @@ class Stories(RuleBasedStateMachine):
 
 
 Stories.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[*HealthCheck]
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[*HealthCheck],
+    phases=[Phase.reuse, Phase.generate, *([Phase.shrink] if "SHORTEN" in os.environ else [])],
+    report_multiple_bugs=False,
 )
 TestStories = Stories.TestCase
