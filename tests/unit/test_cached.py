@@ -178,7 +178,8 @@ def test_any_order_of_reads_processes_damage_and_keys_gives_the_samples_and_buil
     key, have, built = "a", {"a": set(), "b": set()}, Counter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_store, "_boot", lambda: boot)
-        caches = {key: opened(key) for key in have}
+        first = {key: opened(key) for key in have}  # it lives as long as its copies do
+        caches = dict(first)
         for step, number, more in [*steps, *(("read", number, 0) for number in range(10))]:
             kept = caches[key]
             numbers = [number, (number + more) % 10, number] if step == "batch" else [number]

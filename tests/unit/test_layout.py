@@ -46,6 +46,11 @@ MAY_IMPORT = {
     "transport": {""},
     "workers": {"", "resume", "transport"},
 }
+# What crosses these lines, and why.
+EXCEPTIONS = {
+    ("rayloader/loader.py", "rayloader.workers.ray_use"): "it must see each fork from the import of the package on",
+    ("rayloader/sharing.py", "rayloader.host.shard_info"): "to know whether a stream is divided",
+}
 MAY_IMPORT_RAY = {"actors"}
 
 
@@ -90,7 +95,7 @@ def test_a_file_imports_from_the_folders_that_its_own_may_import_from() -> None:
     for path in set(SOURCES) - {"rayloader/__main__.py"}:
         for module in imported(path, at_once=True):
             allowed = MAY_IMPORT[folder(module_of(path))] | {folder(module_of(path))}
-            assert folder(module) in allowed, f"{path} imports {module}"
+            assert folder(module) in allowed or (path, module) in EXCEPTIONS, f"{path} imports {module}"
 
 
 def test_the_core_imports_parts_only_where_they_are_used() -> None:
