@@ -18,6 +18,14 @@ DEVICE = torch.device("cuda", 0)
 LIMIT_S = 500.0  # to wait for another thread; on expiry the test fails
 
 
+def wait_for_unlocking():
+    """Until no thread unlocks memory of arenas that have ended."""
+    for thread in threading.enumerate():
+        if thread.name == "rayloader-unlock":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
 class SimulatedEvent(Event):
     """Happens once so many copies were carried out."""
 

@@ -5,7 +5,6 @@ What follows from these is tested without one, on a simulated accelerator.
 
 import gc
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from rayloader import DataLoader
 from rayloader.gpu import device as devices
 from rayloader.gpu import page_locks
 from rayloader.gpu.page_locks import PageLocks
-from rayloader.transport.arena import PAGE, Arena
+from simulated_device import wait_for_unlocking
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 LARGE = 1 << 20  # numbers: 4 MiB of them
-LIMIT_S = 60.0
 CYCLES = 40_000_000  # tens of milliseconds of a device that does nothing
 PIN, MOVE = {"pin_memory": True}, {"device": "cuda"}
 
@@ -80,13 +78,6 @@ def in_an_arena(tensor):
     return False
 
 
-def wait_for_unlocking():
-    for thread in threading.enumerate():
-        if thread.name == "rayloader-unlock":
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"workers": "fork"}, {"arenas": False}], ids=["arenas", "forks", "Ray's store"]
 )
@@ -110,11 +101,6 @@ def test_without_holding_slots_back_the_same_program_gets_torn_batches(monkeypat
     """So the test above would see it."""
     monkeypatch.setattr(PageLocks, "is_locked", lambda *_: False)
     assert not copied(loader(**PIN))
-
-
-def test_with_an_older_driver_nothing_is_page_locked(monkeypatch):
-    monkeypatch.setattr(devices._Driver, "of_this_machine", lambda: None)
-    assert not devices.TorchAccelerator("cuda").can_register
 
 
 def test_a_graph_may_be_captured_within_the_loop():
@@ -147,11 +133,6 @@ def test_batches_arrive_on_the_device_in_the_order_of_the_current_stream(options
     assert torch.stack(sums).tolist() == [float(number) for number in range(48)]
 
 
-def test_without_workers_batches_are_on_the_device_too():
-    for number, (large, *_) in enumerate(DataLoader(Numbered(3), batch_size=None, **PIN, **MOVE)):
-        assert (large.device.type, large.eq(number).all()) == ("cuda", True)
-
-
 def test_workers_never_initialize_cuda():
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     assert [told for *_, told in loader(8, **MOVE)] == [False] * 8
@@ -178,21 +159,6 @@ def test_workers_hold_what_the_dataset_has_on_the_device_in_main_memory():
     for index, batch in enumerate(DataLoader(WithTable(), batch_size=None, num_workers=1)):
         assert [part.device.type for part in batch[:3]] == ["cpu"] * 3
         assert (float(batch[0]), float(batch[1]), batch[2].tolist(), batch[3]) == (index, index + 1, [1, 1], False)
-
-
-def test_large_slots_can_be_locked_unlocked_and_locked_again():
-    for _ in range(2):
-        arena = Arena(1 << 33)
-        arena.page_lock_for(devices.current())
-        mapping, offset = arena._mapping, PAGE
-        for nbytes in (1 << 20, 1 << 23, 1 << 26, 1 << 28):
-            for _ in range(2):
-                mapping.locks.lock(offset, nbytes)
-            assert mapping.locks.is_locked(offset)
-            offset += nbytes
-        arena.close(give_back=True)
-        del arena, mapping
-        wait_for_unlocking()
 
 
 def test_nothing_is_left_locked_after_the_end_of_the_workers():

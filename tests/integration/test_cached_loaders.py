@@ -1,16 +1,13 @@
 """Loaders of a cached dataset: the batches of the uncached one, built once, whoever the workers are and who dies."""
 
-import os
 import random
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-import inside
-import programs
 from inside import kill_worker
-from rayloader import CacheError, DataLoader, cached
+from rayloader import DataLoader, cached
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 COUNT = 60
@@ -87,36 +84,3 @@ def test_batches_are_those_without_a_cache_and_samples_are_built_once(way, where
         assert kept.stats().present == COUNT
         assert len(list(DataLoader(kept, 4, num_workers=1, workers="fork"))) == COUNT // 4
         assert kept.stats().hits >= COUNT
-
-
-TORCHS = """
-import sys
-sys.path += sys.argv[1:]
-import torch
-from torch.utils.data import DataLoader
-from test_cached_loaders import COUNT, Augmented, Decoded, cached, epochs
-
-kept = cached(Decoded())
-options = {"batch_size": 4, "shuffle": True, "num_workers": 2, "multiprocessing_context": "fork"}
-assert epochs(DataLoader(Augmented(kept), **options)) == epochs(DataLoader(Augmented(Decoded()), **options))
-stats = kept.stats()
-assert (stats.present, stats.built, stats.hits) == (COUNT, COUNT, 2 * COUNT), stats
-"""
-
-
-def test_torchs_forked_workers_share_the_samples():
-    """In a process without Ray, whose threads a fork would lack."""
-    done = programs.run(TORCHS, os.path.dirname(__file__), os.path.dirname(inside.__file__))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("workers", ["ray", "fork"])
-def test_samples_that_draw_or_change_between_epochs_are_errors_of_the_loader(workers):
-    with pytest.raises(CacheError, match="draws from a random generator"):
-        list(DataLoader(cached(Augmented(Decoded())), 4, num_workers=1, workers=workers))
-    kept = cached(Decoded())
-    loader = DataLoader(kept, 4, num_workers=1, workers=workers)
-    list(loader)
-    kept.dataset.shift = 1
-    with pytest.raises(CacheError, match="differs when it is built again"):
-        list(loader)

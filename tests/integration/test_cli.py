@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -38,6 +37,7 @@ def run(monkeypatch):
 
 
 def test_doctor_finds_nothing_wrong_where_tests_run(run):
+    assert run("--version").stdout == f"rayloader {rayloader.__version__}\n"
     result = run("doctor", "--json")
     found = {check["name"]: check for check in json.loads(result.stdout)}
     assert {"torch", "ray", "cores", "memory", "Ray", "lines and arenas", "Ray calls"} <= found.keys()
@@ -88,12 +88,6 @@ def test_bench_measures_both_loaders_and_recommends(run, name, monkeypatch):
     assert found["busy"] == f"this machine is busy (load 30 on {os.cpu_count()} cores)"
     result = run("bench", name, "--max-workers", "0", "--seconds", "0.2")
     assert "num_workers=0: " in result.stdout
-    assert "ratio" in result.stdout
-    assert re.search(r"\([\d.,k]+", result.stdout)  # the spread; a cell may be wrapped
-
-
-def test_the_version_is_told(run):
-    assert run("--version").stdout == f"rayloader {rayloader.__version__}\n"
 
 
 @pytest.mark.full

@@ -3,47 +3,42 @@
 What follows from times is tested on times that a test gives, in `test_stats.py`: here they depend on the machine.
 """
 
+import itertools
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
 
 from inside import await_more, kill_worker, results_of
+from probes import Calls, Stream
 from rayloader import DataLoader
 from rayloader.transport.lanes import read_only_bytes
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-class Work(Dataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.full((4,), index)
+def fours(index):
+    return torch.full((4,), index)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return map(torch.tensor, range(10))
+def threes(index):
+    """Fails for one in four."""
+    return torch.full((4,), index) if index % 4 else {}[index]
 
 
-class Failing(Work):
-    def __getitem__(self, index):
-        if index % 4 == 0:
-            raise ValueError(index)
-        return super().__getitem__(index)
+def tens(worker_id):
+    return map(torch.tensor, range(10))
+
+
+def work(length, function=fours):
+    return Calls(function, length)
 
 
 def run(loader):
-    for _ in loader:
-        pass
+    list(loader)
     return loader.stats()
 
 
@@ -57,14 +52,14 @@ LINE = "line, arena"
 @pytest.mark.parametrize(
     ("given", "counted", "skipped", "lane"),
     [
-        ({"dataset": Work(20)}, (5, 20, 640), 0, LINE),
-        ({"dataset": Work(20), "in_order": False}, (5, 20, 640), 0, LINE),
-        ({"dataset": Work(20), "persistent_workers": True}, (5, 20, 640), 0, LINE),
-        ({"dataset": Work(20), "arenas": False}, (5, 20, 640), 0, "Ray calls"),
-        ({"dataset": Work(20), "pin_memory": True}, (5, 20, 640), 0, LINE),
-        ({"dataset": Stream()}, (6, 20, 160), 0, LINE),
-        ({"dataset": Stream(), "batch_size": None}, (20, 20, 160), 0, LINE),
-        ({"dataset": Failing(20), "on_error": "skip"}, (5, 15, 480), 5, LINE),
+        ({"dataset": work(20)}, (5, 20, 640), 0, LINE),
+        ({"dataset": work(20), "in_order": False}, (5, 20, 640), 0, LINE),
+        ({"dataset": work(20), "persistent_workers": True}, (5, 20, 640), 0, LINE),
+        ({"dataset": work(20), "arenas": False}, (5, 20, 640), 0, "Ray calls"),
+        ({"dataset": work(20), "pin_memory": True}, (5, 20, 640), 0, LINE),
+        ({"dataset": Stream(tens)}, (6, 20, 160), 0, LINE),
+        ({"dataset": Stream(tens), "batch_size": None}, (20, 20, 160), 0, LINE),
+        ({"dataset": work(20, threes), "on_error": "skip"}, (5, 15, 480), 5, LINE),
     ],
 )
 def test_batches_samples_and_bytes_are_counted_by_epochs_and_workers(given, counted, skipped, lane, accelerator):
@@ -77,89 +72,55 @@ def test_batches_samples_and_bytes_are_counted_by_epochs_and_workers(given, coun
     assert {worker.lane for worker in found.epoch.workers} == {lane}
     assert sum(worker.build.count for worker in found.epoch.workers) == counted[0]
     assert [one.epoch for one in found.epochs] == [0, 1]
-    indices = {slow.indices for slow in found.epoch.slowest}
-    assert (
-        indices == {""}
-        if isinstance(given["dataset"], Stream)
-        else indices <= {str([*range(n, n + 4)]) for n in range(20)}
-    )
+    known = {""} if isinstance(given["dataset"], Stream) else {str([*range(n, n + 4)]) for n in range(20)}
+    assert {slow.indices for slow in found.epoch.slowest} <= known
     assert f"workers     2 Ray actors ({lane}), busy " in str(found)
 
 
-def test_an_epoch_that_is_broken_off_or_resumed_counts_what_it_gave():
-    loader = DataLoader(Work(40), batch_size=4, num_workers=2)
-    iterator = iter(loader)
-    kept = [next(iterator) for _ in range(3)]
-    assert counts(loader.stats().epoch) == (3, 12, 384)
-    state = loader.state_dict()
-    del iterator, kept
-    found = loader.stats()
+def test_an_epoch_that_is_broken_off_or_resumed_counts_what_it_gave_and_restarts():
+    loader = DataLoader(work(40), batch_size=4, num_workers=2)
+    list(itertools.islice(loader, 3))
+    state, found = loader.state_dict(), loader.stats()
     assert counts(found.total) == (3, 12, 384)
     assert (found.bytes_under_way, found.bytes_held) == (0, 0)
-    other = DataLoader(Work(40), batch_size=4, num_workers=2)
+    other = DataLoader(work(40), batch_size=4, num_workers=2)
     other.load_state_dict(state)
-    assert counts(run(other).epoch) == (7, 28, 896)
-
-
-class Large(Work):
-    """Two samples are a batch of NBYTES, to be laid in a slot of its own."""
-
-    def __getitem__(self, index):
-        return torch.full((1 << 18,), index)
-
-
-NBYTES = 2 * 8 * (1 << 18)
+    iterator = iter(other)
+    next(iterator)
+    kill_worker(iterator, 0)
+    list(iterator)
+    assert (*counts(other.stats().epoch), other.stats().epoch.restarts) == (7, 28, 896, 1)
 
 
 @pytest.mark.parametrize("arenas", [True, False])
 def test_memory_of_batches_under_way_and_of_those_that_the_trainer_holds_is_told_apart(arenas):
-    loader = DataLoader(Large(12), batch_size=2, num_workers=1, prefetch_factor=2, arenas=arenas)
+    dataset, nbytes = work(12, lambda index: torch.full((1 << 18,), index)), 2 * 8 * (1 << 18)
+    loader = DataLoader(dataset, batch_size=2, num_workers=1, prefetch_factor=2, arenas=arenas)
     iterator = iter(loader)
     kept = [next(iterator), next(iterator)]
     while [read_only_bytes(result.wire) for result in results_of(iterator)] != [0, 0]:  # all that may be under way
         await_more(iterator)
-    found = loader.stats()
-    assert found.bytes_under_way == 2 * NBYTES
-    assert found.bytes_held == 2 * NBYTES
-    first = kept[0]
-    del kept
-    assert loader.stats().bytes_held == NBYTES
-    del first
-    found = loader.stats()
-    assert (found.bytes_under_way, found.bytes_held) == (2 * NBYTES, 0)
-    assert f"batches: {2 * NBYTES / 1e6:.3g} MB wait, 0 B held\n" in str(found)
+    for held in (2, 1, 0):
+        found = loader.stats()
+        assert (found.bytes_under_way, found.bytes_held) == (2 * nbytes, held * nbytes)
+        del kept[:1]
+    assert f"batches: {2 * nbytes / 1e6:.3g} MB wait, 0 B held\n" in str(found)
 
 
 def test_any_thread_may_ask_at_any_time():
-    loader = DataLoader(Work(400), batch_size=1, num_workers=2)
-    done, errors = threading.Event(), []
+    loader, done = DataLoader(work(400), batch_size=1, num_workers=2), threading.Event()
 
     def ask():
         while not done.is_set():
-            try:
-                str(loader.stats())
-            except BaseException as error:
-                errors.append(error)
+            str(loader.stats())
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        for _ in range(2):
-            run(loader)
-    finally:
-        done.set()
-        thread.join()
-    assert errors == []
-    assert loader.stats().total.batches == 800
-
-
-def test_a_restart_is_counted():
-    loader = DataLoader(Work(12), batch_size=2, num_workers=1)
-    iterator = iter(loader)
-    next(iterator)
-    kill_worker(iterator, 0)
-    list(iterator)
-    assert (loader.stats().epoch.restarts, loader.stats().epoch.batches) == (1, 6)
+    with ThreadPoolExecutor(1) as other:
+        asking = other.submit(ask)
+        try:
+            assert run(loader).total.batches == 400
+        finally:
+            done.set()
+        asking.result()
 
 
 def spend():
@@ -168,11 +129,6 @@ def spend():
     while (spent := time.perf_counter() - began) < 0.001:
         pass
     return spent
-
-
-class Timed(Work):
-    def __getitem__(self, index):
-        return spend()
 
 
 def timed(samples):
@@ -187,12 +143,10 @@ def test_time_is_counted_to_where_it_was_spent():
             drawing.append(spend())
             yield index
 
-    loader, steps, sums = DataLoader(Timed(40), 4, sampler=indices(), num_workers=2, collate_fn=timed), 0.0, (0.0, 0.0)
-    ahead = None
+    dataset, steps, sums, ahead = work(40, lambda _: spend()), 0.0, (0.0, 0.0), None
+    loader = DataLoader(dataset, 4, sampler=indices(), num_workers=2, collate_fn=timed)
     for fetch, collate in loader:
-        ahead = (
-            len(drawing) if ahead is None else ahead
-        )  # drawn before the first batch, whose wait is counted by itself
+        ahead = ahead or len(drawing)  # drawn before the first batch, whose wait is counted by itself
         steps += spend()
         sums = sums[0] + fetch, sums[1] + collate
     found = loader.stats().epoch
@@ -207,7 +161,7 @@ def test_what_a_worker_spends_that_cannot_start_is_not_taken_from_nowhere():
     def fail(_):
         raise ValueError("it does not start")
 
-    loader, began = DataLoader(Work(8), num_workers=1, worker_init_fn=fail), time.perf_counter()
+    loader, began = DataLoader(work(8), num_workers=1, worker_init_fn=fail), time.perf_counter()
     with pytest.raises(ValueError, match="it does not start"):
         run(loader)
     assert loader.stats().epoch.build.longest <= time.perf_counter() - began
@@ -216,7 +170,7 @@ def test_what_a_worker_spends_that_cannot_start_is_not_taken_from_nowhere():
 def test_torchs_profiler_shows_a_range_for_each_next():
     ranges = {}
     for loader_class in (torch.utils.data.DataLoader, DataLoader):
-        loader = loader_class(Work(8), batch_size=4, num_workers=1, multiprocessing_context="fork")
+        loader = loader_class(work(8), batch_size=4, num_workers=1, multiprocessing_context="fork")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             list(loader)
         ranges[loader_class] = [e.name for e in profile.events() if e.name.startswith("enumerate(DataLoader)#")]
@@ -227,7 +181,7 @@ def test_torchs_profiler_shows_a_range_for_each_next():
 
 @pytest.mark.parametrize("arenas", [True, False])
 def test_a_trace_has_a_lane_for_each_worker(tmp_path, arenas):
-    loader = DataLoader(Work(24), batch_size=4, num_workers=2, arenas=arenas)
+    loader = DataLoader(work(24), batch_size=4, num_workers=2, arenas=arenas)
     with loader.trace(tmp_path / "trace.json"):
         run(loader)
     run(loader)  # is in no trace

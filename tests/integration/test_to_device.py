@@ -1,10 +1,10 @@
 """Batches that are pinned, born page-locked or moved to a device, with workers and a simulated accelerator."""
 
-import collections
 import functools
 import gc
 import threading
-import weakref
+import time
+import types
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ import torch.utils.data
 
 import rayloader.actors.actors
 from probes import Calls, Stream, load
-from rayloader import DataLoader
+from rayloader import BatchTimeoutError, DataLoader
 from rayloader.actors import pool
+from rayloader.epoch import ahead, engine
 from rayloader.observe.stats import nbytes
 from simulated_device import LIMIT_S, SimulatedAccelerator
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 LARGE = 50_000  # numbers: more than a small buffer
 PIN, MOVE = {"pin_memory": True}, {"device": "cuda"}
-both = pytest.mark.parametrize("options", [PIN, MOVE], ids=["pin_memory", "device"])
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def seen(accelerator, loader):
 
 @pytest.mark.parametrize(
     ("options", "local", "least"),
-    [({}, True, 30), ({"persistent_workers": True}, True, 30), ({"arenas": False}, True, 20), ({}, False, 20)],
-    ids=["arenas", "persistent", "Ray's store", "network"],
+    [({"persistent_workers": True}, True, 30), ({"arenas": False}, True, 20), ({}, False, 20)],
+    ids=["arenas, persistent", "Ray's store", "network"],
 )
 def test_large_tensors_are_born_page_locked_where_others_were_before(accelerator, monkeypatch, options, local, least):
     monkeypatch.setattr(rayloader.actors.actors, "LOCAL_LINES", local)
@@ -133,17 +133,65 @@ def test_so_many_batches_are_prepared_ahead_and_no_more(accelerator, options, bo
         assert int(next(iterator)) == taken
 
 
+def test_page_locking_does_not_count_towards_the_timeout_and_pinning_does_as_in_torchs_loader(accelerator, monkeypatch):
+    clock = types.SimpleNamespace(passed=0.0, perf_counter=time.perf_counter)
+    clock.monotonic = lambda: time.monotonic() + clock.passed
+    asked, pinning = threading.Semaphore(0), threading.Event()
+    deadline, register = engine.Engine._deadline, accelerator.register
+
+    def slow(address, nbytes):
+        monkeypatch.setattr(accelerator, "register", register)
+        clock.passed += 1000.0
+        while asked.acquire(blocking=False):
+            pass
+        for _ in range(4):  # the program looks at the clock again, and waits on
+            assert asked.acquire(timeout=LIMIT_S)
+        register(address, nbytes)
+
+    def pins(tensor, device=None):
+        clock.passed += 1000.0
+        assert pinning.wait(LIMIT_S)
+        return tensor
+
+    for module in (engine, ahead):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(engine.Engine, "_deadline", lambda *args: asked.release() or deadline(*args))
+    monkeypatch.setattr(accelerator, "register", slow)
+    assert any(seen(accelerator, load(large, 60, num_workers=1, timeout=500, prefetch_factor=2, **PIN)))
+    assert clock.passed == 1000.0
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pins)
+    iterator = iter(load(torch.tensor, 1, timeout=500, **PIN))
+    with pytest.raises(BatchTimeoutError, match="timed out after 500 seconds"):
+        next(iterator)
+    pinning.set()
+    assert int(next(iterator)) == 0
+
+
 # What is in a batch, and its errors
 
 
+def within_itself(index):
+    batch = [torch.tensor(index)]
+    return batch if index != 1 else batch.append(batch) or batch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("options", [PIN, MOVE])
+def test_a_list_that_contains_itself_is_an_error_in_its_turn_as_in_torchs_pinning(accelerator, options, num_workers):
+    iterator = iter(load(within_itself, 3, num_workers=num_workers, **options))
+    assert next(iterator) == [torch.tensor(0)]
+    with pytest.raises(RecursionError):
+        next(iterator)
+    assert next(iterator) == [torch.tensor(2)]
+
+
 class Custom:
-    """Pins and moves itself, and notes in which thread; `fails` names the method that raises an error for sample 1."""
+    """Pins and moves itself; `fails` names the method that raises an error for sample 1."""
 
     def __init__(self, index, fails="", error=None):
-        self.index, self.fails, self.error, self.threads = index, fails, error, {}
+        self.index, self.fails, self.error = index, fails, error
 
     def _does(self, name):
-        self.threads[name] = threading.current_thread().name
         if (self.index, self.fails) == (1, name):
             raise self.error
         return self
@@ -160,31 +208,6 @@ class Recordable(Custom):
 
     def record_stream(self, stream):
         self._does("record_stream")
-
-
-Pair = collections.namedtuple("Pair", "first second")
-
-
-def nested(index):
-    return {
-        "pair": Pair([torch.tensor(index), "text"], None),
-        "custom": Custom(index),
-        "recordable": Recordable(index),
-        "sparse": torch.eye(2).to_sparse(),
-    }
-
-
-def test_structures_stay_and_what_is_in_them_is_pinned_and_moved(accelerator):
-    main, thread = threading.current_thread().name, "rayloader-ahead"
-    assert next(iter(load(nested, 4, num_workers=1, device="cpu")))["custom"].threads == {}
-    for index, batch in enumerate(load(nested, 4, num_workers=2, **MOVE)):
-        assert list(batch) == ["pair", "custom", "recordable", "sparse"]
-        assert batch["pair"] == Pair([torch.tensor(index), "text"], None)
-        assert batch["custom"].threads == {"to": main}  # it has no memory that could be recorded
-        assert batch["recordable"].threads == {"to": thread, "record_stream": main}
-        assert batch["sparse"].to_dense().equal(torch.eye(2))
-    (batch,) = load(lambda index: {"a": (torch.ones(1), [torch.zeros(1)]), "b": Custom(index)}, 1, **PIN)
-    assert (accelerator.pinned, batch["a"], batch["b"].threads) == (2, (1, [0]), {"pin_memory": thread})
 
 
 @pytest.mark.parametrize(("error", "text"), [(ValueError, "as planned"), (StopIteration, "StopIteration")])
@@ -206,35 +229,6 @@ def test_an_error_comes_in_its_turn_and_ends_no_loop(accelerator, error, text, k
     with pytest.raises(RuntimeError if error is StopIteration else error, match=rf"(?s){where}.*{text}"):
         next(iterator)
     assert next(iterator).index == 2
-
-
-def threads_ahead():
-    return [thread for thread in threading.enumerate() if thread.name == "rayloader-ahead"]
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@both
-def test_an_epoch_that_is_broken_off_or_finished_leaves_no_thread(accelerator, options, persistent):
-    gc.collect()
-    gc.disable()
-    try:
-        loader = load(large, 8, num_workers=2, persistent_workers=persistent, **options)
-        iterator = iter(loader)
-        assert values([next(iterator)]) == [0]
-        (thread,), dead = threads_ahead(), weakref.ref(iterator)
-        del iterator, loader
-        assert dead() is None
-        thread.join(LIMIT_S)
-        assert threads_ahead() == []
-    finally:
-        gc.enable()
-    iterator = iter(load(large, 4, num_workers=2, **options))
-    (thread,) = threads_ahead()
-    assert len(list(iterator)) == 4
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
-    iter(load(large, 4, num_workers=2, device="cpu"))
-    assert threads_ahead() == []
 
 
 # Which device
@@ -262,7 +256,6 @@ def test_a_device_that_is_not_there_is_an_error_that_says_so(monkeypatch, num_wo
     ("wrong", "error", "text"),
     [
         ({"device": "gpu"}, RuntimeError, "device type at start of device string: gpu"),
-        ({"device": 1.5}, TypeError, "device"),
         ({"prefetch_to_device": 2}, ValueError, "prefetch_to_device=2 needs a device to which batches are moved; pass"),
         ({"prefetch_to_device": 0}, ValueError, "prefetch_to_device must be a whole number >= 1"),
         ({"prefetch_to_device": 2.0}, TypeError, "prefetch_to_device must be a whole number >= 1"),
@@ -281,33 +274,20 @@ def test_each_epoch_goes_to_the_device_that_is_set_and_current_then(accelerator,
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(accelerator, "copy", lambda leaf, device: devices.append(device.index) or copy(leaf, device))
     loader = load(torch.tensor, 2, num_workers=1, persistent_workers=persistent, **MOVE)
-    for current[0], loader.device, expected in [
-        (0, "cuda", [0, 0]),
-        (1, torch.device("cuda"), [1, 1]),
-        (1, "cuda:0", [0, 0]),
-        (1, None, []),
-        (1, "cuda:2", ValueError),
-        (1, "gpu", RuntimeError),
-        (0, "cuda", [0, 0]),
-    ]:
-        if isinstance(expected, list):
-            assert list(loader) == [torch.tensor(0), torch.tensor(1)]
-            assert devices == expected
-            devices.clear()
-        else:
-            with pytest.raises(expected):
-                iter(loader)
+    for current[0], loader.device, expected in [(0, "cuda", 0), (1, "cuda", 1), (1, "cuda:0", 0), (1, None, None)]:
+        assert list(loader) == [torch.tensor(0), torch.tensor(1)]
+        assert devices == [expected] * 2 * (expected is not None)
+        devices.clear()
+    for loader.device, error in ("cuda:2", ValueError), ("gpu", RuntimeError):
+        with pytest.raises(error):
+            iter(loader)
 
 
-class OwnLoader(torch.utils.data.DataLoader):
-    """A loader of a library's, whose attribute of that name means something else."""
-
-    device = "elsewhere"
-
-
-@pytest.mark.parametrize(("loader_class", "device"), [(torch.utils.data.DataLoader, "cuda"), (OwnLoader, "elsewhere")])
-def test_a_patch_moves_the_batches_of_torchs_loaders(accelerator, loader_class, device):
-    with rayloader.patch(device="cuda"), rayloader.patch(prefetch_to_device=1):
-        loader = loader_class(Calls(large, 4), None, num_workers=2)
-        assert values(list(loader)) == [0, 1, 2, 3]
-    assert (accelerator.waits, loader.device) == (4, device)
+def test_a_patch_moves_the_batches_of_torchs_loaders(accelerator):
+    own = type("OwnLoader", (torch.utils.data.DataLoader,), {"device": "elsewhere"})  # which means something else
+    for loader_class, device in (torch.utils.data.DataLoader, "cuda"), (own, "elsewhere"):
+        with rayloader.patch(device="cuda"), rayloader.patch(prefetch_to_device=1):
+            loader = loader_class(Calls(large, 4), None, num_workers=2)
+            assert values(list(loader)) == [0, 1, 2, 3]
+        assert loader.device == device
+    assert accelerator.waits == 8

@@ -163,8 +163,11 @@ def test_a_row_is_a_mapping_and_what_is_changed_in_it_stays_changed():
     assert told(default_collate([doubled])) == told({"x": torch.tensor([2])})
 
 
-def test_indices():
-    dataset = ArrowDataset(pa.table({"x": range(5)}))
+def test_indices_also_of_an_object_that_exports_arrow_data():
+    class Frame:
+        __arrow_c_stream__ = pa.table({"x": range(5)}).__arrow_c_stream__
+
+    dataset = ArrowDataset(Frame())
     assert len(dataset) == 5
     assert [dataset[i]["x"].item() for i in (0, -1, np.int64(2), torch.tensor(3))] == [0, 4, 2, 3]
     assert [row["x"].item() for row in dataset.__getitems__(torch.tensor([4, -5]))] == [4, 0]
@@ -271,26 +274,12 @@ def test_mapped_files_are_opened_again_where_the_dataset_arrives_and_take_no_mem
     sent = pickle.dumps(dataset)
     assert len(sent) < 4000
     copied = pickle.loads(sent)
-    assert (copied.label, len(copied), copied.schema.names) == ("a", 1000, ["t", "i"])
-    assert plain(copied[999]) == {"t": "text 999", "i": 999}
-    assert len(pickle.loads(pickle.dumps(ArrowDataset([path, empty, path])))) == 2000
+    assert (copied.label, len(copied), plain(copied[999])) == ("a", 1000, {"t": "text 999", "i": 999})
     viewed = pickle.loads(pickle.dumps(ArrowDataset(write(tmp_path / "z", table=views), fill_null={"t": "-"})))
     assert default_collate(viewed.__getitems__([1, 0])) == {"t": ["-", "a"], "l": [[], ["d"]]}
     write(path, table=LARGE.slice(0, 500))
-    with pytest.raises(ReplicaError, match=r"a file of an ArrowDataset, has [0-9]+ bytes here, and had"):
+    with pytest.raises(ReplicaError, match=r"x, a file of an ArrowDataset, has [0-9]+ bytes here, and had [0-9]+ when"):
         pickle.loads(sent)
-    os.unlink(path)
-    with pytest.raises(ReplicaError, match=r"x, a file of an ArrowDataset, has 0 bytes here, and had [0-9]+ when"):
-        pickle.loads(sent)
-
-
-def test_an_object_that_exports_arrow_data():
-    class Frame:
-        def __arrow_c_stream__(self, requested_schema=None):
-            return TABLE.__arrow_c_stream__(requested_schema)
-
-    for source in Frame(), TABLE.to_batches()[0]:
-        assert told(ArrowDataset(source)[1]) == told(ArrowDataset(TABLE)[1])
 
 
 def test_several_files_and_folders_in_the_order_of_their_names(tmp_path):

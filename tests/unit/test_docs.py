@@ -4,8 +4,7 @@ Checked are README.md, CHANGELOG.md, CONTRIBUTING.md and docs/**/*.md:
 
 - relative links lead to a file, their anchors to a heading of it;
 - back-ticked paths (`rayloader/epoch/engine.py`, `engine.py`) are files, globs match some;
-- back-ticked names are defined: `epoch.py:EpochIterator.close`, `rayloader.DataLoader`, `pool.Pool`,
-  `EpochIterator.close` where rayloader defines the class;
+- back-ticked names are defined: `epoch.py:EpochIterator.close`, `rayloader.DataLoader`, `pool.Pool`;
 - `make x` is a target, in fenced blocks too;
 - fenced python blocks pass mypy, and so they parse; tests/integration/test_documents.py runs them;
 - tables are what the results in benchmarks/results give.
@@ -21,12 +20,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-import rayloader
 from documents import BLOCKS, DOCUMENTS, FENCE, ROOT
 
 FOLDERS = ("rayloader", "tests", "examples", "benchmarks", "docs", ".ci")
@@ -38,42 +35,24 @@ SPAN = re.compile(r"`([^`\n]+)`")
 DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 
 
-@cache
-def modules() -> list[str]:
-    """Those of the library."""
-    found = [one.name for one in pkgutil.walk_packages(rayloader.__path__, "rayloader.")]
-    return [name for name in found if not name.endswith("__main__")]
-
-
-@cache
-def classes() -> dict[str, type]:
-    """The classes of the library by their names."""
-    found = [one for name in modules() for one in vars(importlib.import_module(name)).values()]
-    return {one.__name__: one for one in found if isinstance(one, type) and one.__module__.startswith("rayloader")}
-
-
-def has(owner: type, name: str) -> bool:
-    """Whether a class, or one that it derives from, has the name, or gives it to its objects."""
-    sources = [inspect.getsource(base) for base in owner.__mro__ if base.__module__.startswith(("rayloader", "torch"))]
-    return hasattr(owner, name) or any(re.search(rf"(self\.|^    |\"){name}\b", text, re.M) for text in sources)
-
-
 def resolves(dotted: str) -> bool:
-    """Whether `rayloader.a.b.Name` is a module, a name in one, or an attribute of a class there."""
+    """Whether `rayloader.a.b.Name.attribute` is a module, a name in one, or what a class has or gives its objects."""
     owner, _, name = dotted.rpartition(".")
     try:
         found = pkgutil.resolve_name(owner) if owner else None
-        return has(found, name) if isinstance(found, type) else bool(pkgutil.resolve_name(dotted))
+        if isinstance(found, type):
+            bases = [base for base in found.__mro__ if base.__module__.startswith(("rayloader", "torch"))]
+            given = any(re.search(rf"(self\.|^    |\"){name}\b", inspect.getsource(base), re.M) for base in bases)
+            return given or hasattr(found, name)
+        return bool(pkgutil.resolve_name(dotted))
     except (ImportError, AttributeError):
         return False
 
 
 def defines(path: Path, dotted: str) -> bool:
     """Whether a source file defines a dotted name such as `Class.method`."""
-    inside = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-    if inside in modules():
-        return resolves(f"{inside}.{dotted}")
-    return all(re.search(rf"(def|class) {one}\b|^{one}\b.* = ", path.read_text(), re.M) for one in dotted.split("."))
+    names, text = dotted.split("."), path.read_text()
+    return all(re.search(rf"(def|class) {one}\b|^ *(self\.)?{one}\b.*( = |: )", text, re.M) for one in names)
 
 
 def anchors(text: str) -> set[str]:
@@ -104,8 +83,6 @@ def is_there(span: str) -> bool:
     first, *rest = span.split(".") if re.fullmatch(DOTTED, span) else [""]
     if first == "rayloader":
         return resolves(span)
-    if rest and first in classes():
-        return has(classes()[first], rest[0])
     files = [path for path in SOURCES if path.name == f"{first}.py" and ROOT / "rayloader" in path.parents]
     return not (rest and rest[0][0].isupper() and files) or any(defines(path, ".".join(rest)) for path in files)
 
@@ -132,10 +109,10 @@ def test_a_wrong_name_is_a_problem_and_a_right_one_or_a_free_word_is_none() -> N
     assert [*problems("[a](LICENSE) [b](#b--c) [c](https://x.org/y#z)\n## B: `c`\n", ROOT / "README.md")] == ["#b--c"]
     names = ["rayloader/nowhere.py", "nowhere.py", "tests/nowhere/*.py", "schedule.py:nowhere", "rayloader.Nowhere"]
     names += ["rayloader/epoch/schedule.py:Schedule.nowhere()", "rayloader.nowhere.DataLoader", "make nowhere"]
-    names += ["rayloader.DataLoader._nowhere", "schedule.Nowhere", "Schedule.nowhere"]
+    names += ["rayloader.DataLoader._nowhere", "schedule.Nowhere"]
     assert [name for name in names if is_there(name)] == []
     names = ["rayloader/epoch/schedule.py", "schedule.py", "rayloader/*.py", "schedule.py:Schedule.handle()", "a/b"]
-    names += ["schedule.Schedule", "Schedule.handle", "rayloader.loader.DataLoader", "DataLoader.batch_size", "ray.get"]
+    names += ["schedule.Schedule", "rayloader.loader.DataLoader", "rayloader.DataLoader.batch_size", "ray.get"]
     assert [name for name in [*names, "make test", "make it so"] if not is_there(name)] == []
 
 

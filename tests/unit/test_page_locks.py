@@ -14,21 +14,13 @@ import pytest
 import torch
 
 from rayloader.gpu import page_locks
-from rayloader.gpu.device import Marks, Throttle
 from rayloader.gpu.page_locks import PageLocks
 from rayloader.gpu.to_device import PinOrMove
 from rayloader.transport import codec
 from rayloader.transport.arena import Arena, ArenaWriter
-from simulated_device import DEVICE, LIMIT_S, SimulatedAccelerator
+from simulated_device import DEVICE, LIMIT_S, SimulatedAccelerator, wait_for_unlocking
 
 MIB = 1 << 20
-
-
-def wait_for_unlocking():
-    for thread in threading.enumerate():
-        if thread.name == "rayloader-unlock":
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
 
 
 class Worker:
@@ -96,7 +88,6 @@ def worker(accelerator):
 @pytest.mark.parametrize(
     ("sizes", "locked"),
     [
-        ((4096, 4096), [False, True]),
         ((4096, 5000, 4096), [False] * 3),  # a place whose slots get another size
         ((MIB // 8 + 1,) * 3, [False] * 3),
         ((MIB // 8,) * 2, [False, True]),
@@ -122,25 +113,6 @@ def test_the_next_slot_is_locked_after_ten_times_as_long_as_the_last_took(worker
         batches.append(worker.batch(3, MIB // 8))
         assert len(accelerator.lockings) == count
     accelerator.s_per_gb, accelerator.seconds = 0.0, 1e9
-
-
-def test_one_thread_locks_at_a_time_and_who_waited_for_it_waits_for_its_pause_too():
-    now, did, others = [0.0], [], []
-
-    def clock():
-        if others:
-            throttle.turn(others.pop())  # by another thread, since this one has looked when its turn is
-        return now[0]
-
-    def passes(seconds):
-        did.append(seconds)
-        now[0] += seconds
-
-    throttle = Throttle(clock)
-    throttle.turn(lambda: did.append(throttle.turn(lambda: did.append("both"))))
-    others.append(lambda: passes(2.0))
-    assert throttle.turn(lambda: did.append("works"), passes)
-    assert did == [False, 2.0, 20.0, "works"]
 
 
 def test_a_resting_worker_gives_no_locked_memory_back(worker):
@@ -207,16 +179,6 @@ def test_a_locked_slot_is_held_while_a_copy_is_pending_and_no_event_is_recorded_
         assert len(worker.give_back()) == 2
     accelerator.advance()
     assert copied.eq(1).all()
-
-
-def test_events_that_are_made_while_others_are_recorded_wait_for_the_next_record(accelerator):
-    made = []
-    marks = Marks(lambda: made.append(marks.event()) or accelerator.event(DEVICE))
-    made.append(marks.event())
-    marks.record()
-    assert [event.query() for event in made] == [True, False]
-    marks.record()
-    assert [event.query() for event in made] == [True, True, False]
 
 
 STEPS = ["build", "take", "copy", "copy", "drop", "drop", "advance", "report"] * 8 + ["kill", "fork"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 import rayloader
-from rayloader.plans import Cuts, PackedStream, pack_collate
+from rayloader.plans import Cuts, PackedStream, Packing, pack_collate
 
 TEXTS = [[1, 2, 3], [4, 5], [6]]
 
@@ -106,15 +106,9 @@ class Stateful:
         pass
 
 
-class Squares(Dataset):
-    """Python would read it by indices, also past its end."""
-
-    def __getitem__(self, index):
-        return index**2
-
-
 def test_what_does_not_fit_is_an_error_that_says_so():
     packed, buffer = PackedStream(Stateful(), 4), rayloader.ShuffleBuffer(Stateful(), 2)
+    squares = type("Squares", (Dataset,), {"__getitem__": lambda _, index: index**2})()  # which Python would read
     no_source = {"open": [], "source": None, "ended": False, "end": None}
     too_long = [{"input_ids": [1, 2], "labels": [1, 2, 3]}]
     unequal = [{"input_ids": [1, 2], "x": np.ones(size)} for size in (2, 1)]
@@ -123,8 +117,8 @@ def test_what_does_not_fit_is_an_error_that_says_so():
         (ValueError, r"as long as the tokens, \[2\], and 'labels' is \[3\] long", lambda: pack_collate(too_long)),
         (ValueError, "each field must be as long as the tok", lambda: pack_collate(unequal)),
         (ValueError, "must fit into seq_len, got 6 tokens .*=5", lambda: pack_collate(TEXTS, seq_len=5, pad=True)),
-        (TypeError, "PackedStream reads an iterable of samples, got Squares", lambda: PackedStream(Squares(), 4)),
-        (TypeError, "ShuffleBuffer reads an iterable", lambda: rayloader.ShuffleBuffer(Squares(), 4)),
+        (TypeError, "PackedStream reads an iterable of samples, got Squares", lambda: PackedStream(squares, 4)),
+        (TypeError, "ShuffleBuffer reads an iterable", lambda: rayloader.ShuffleBuffer(squares, 4)),
         (TypeError, no_number, lambda: rayloader.lengths([1.5], lambda sample: sample)),
     ]:
         with pytest.raises(error, match=text):
@@ -149,3 +143,9 @@ def test_lengths_are_whole_numbers_that_are_computed_once():
     found = rayloader.lengths(TEXTS, functools.partial(size_of, more=1))
     assert (found.tolist(), found.dtype, asked) == ([4, 3, 2], np.int64, TEXTS)
     assert rayloader.lengths([]).tolist() == []
+    found = rayloader.lengths(TEXTS, num_workers=1, workers="fork")
+    assert found.tolist() == [3, 2, 1]
+    loader = rayloader.DataLoader(
+        TEXTS, batch_sampler=Packing(found, 4), collate_fn=pack_collate, num_workers=1, workers="fork"
+    )
+    assert sorted(sorted(pack["input_ids"].tolist()) for pack in loader) == [[1, 2, 3, 6], [4, 5]]

@@ -133,35 +133,28 @@ def folder(tmp_path, monkeypatch):
 def test_an_object_is_found_by_its_module_or_its_file(folder, monkeypatch, by):
     monkeypatch.chdir(folder.parent if by == "path" else folder)
     module = {"module": "of_mine", "file": "of_mine.py", "path": f"{folder.name}/of_mine.py"}[by]
-    assert named(f"{module}:dataset") == [1, 2, 3]
+    assert named(f"{module}:dataset") == made(f"{module}:dataset") == [1, 2, 3]
     assert named(f"{module}:Squares.rate") == 3
     assert isinstance(made(f"{module}:loader"), DataLoader)
-    assert made(f"{module}:dataset") == [1, 2, 3]
     assert made(f"{module}:Squares")[3] == 9
     assert made(f"{module}:make", rank=1, num_replicas=2) == (1, 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "arguments", "message"),
     [
-        ("of_mine", r"must be named as module:name or file\.py:name, got 'of_mine'"),
-        (":make", "must be named as"),
-        ("nowhere:make", "nowhere:make can't be found: No module named 'nowhere'"),
-        ("nowhere.py:make", r"nowhere\.py:make can't be found: there is no file nowhere\.py"),
-        ("of_mine:nothing", "can't be found: module 'of_mine' has no attribute 'nothing'"),
-        ("json.py:loads", r"can't be found: there is another module json, .*json/__init__\.py"),
+        ("of_mine", {}, r"must be named as module:name or file\.py:name, got 'of_mine'"),
+        (":make", {}, "must be named as"),
+        ("nowhere:make", {}, "nowhere:make can't be found: No module named 'nowhere'"),
+        ("nowhere.py:make", {}, r"nowhere\.py:make can't be found: there is no file nowhere\.py"),
+        ("of_mine:nothing", {}, "can't be found: module 'of_mine' has no attribute 'nothing'"),
+        ("json.py:loads", {}, r"can't be found: there is another module json, .*json/__init__\.py"),
+        ("of_mine:make", {"seed": 1}, r"of_mine:make\(seed=1\) raised TypeError: .* unexpected keyword"),
+        ("of_mine:loader", {"rank": 1}, r"of_mine:loader\(rank=1\) raised TypeError: .* not callable"),
     ],
 )
-def test_what_is_not_there_is_named(folder, monkeypatch, name, message):
+def test_what_is_not_there_or_not_taken_is_named(folder, monkeypatch, name, arguments, message):
     monkeypatch.chdir(folder)
     (folder / "json.py").touch()
     with pytest.raises(CommandError, match=message):
-        named(name)
-
-
-def test_what_a_function_does_not_take_is_named(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    with pytest.raises(CommandError, match=r"of_mine:make\(seed=1\) raised TypeError: .* unexpected keyword"):
-        made("of_mine:make", seed=1)
-    with pytest.raises(CommandError, match=r"of_mine:loader\(rank=1\) raised TypeError: .* not callable"):
-        made("of_mine:loader", rank=1)
+        made(name, **arguments)

@@ -93,14 +93,19 @@ def test_a_trace_may_begin_and_end_in_the_middle_of_an_epoch(tmp_path):
     assert slices_of(tmp_path / "trace.json") == [("step", 0), ("wait", 1)]
 
 
-def test_without_a_with_block_it_records_until_it_is_closed(tmp_path):
-    traced, path = loader(), tmp_path / "trace.json"
+def test_one_trace_at_a_time_which_is_written_where_it_is_closed_or_the_block_raises(tmp_path):
+    traced, path = loader(), tmp_path / "one.json"
+    with pytest.raises(FileNotFoundError, match="make it first"):
+        traced.trace(tmp_path / "missing" / "trace.json")
+    with pytest.raises(RayloaderError, match="being traced already"), traced.trace(str(path)):
+        traced.trace(tmp_path / "two.json")
+    assert [*tmp_path.iterdir()] == [path]
     tracing = traced.trace(path)
     list(traced)
-    assert not path.exists()
-    tracing.close()
-    list(traced)
-    tracing.close()
+    assert slices_of(path) == []
+    for _ in range(2):
+        tracing.close()
+        list(traced)
     assert slices_of(path) == ALL
 
 
@@ -123,17 +128,3 @@ print(status, os.listdir(folder))
     done = programs.run(program, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("0 ['dropped.json']\n", "")
     assert slices_of(tmp_path / "trace.json") == slices_of(tmp_path / "dropped.json") == ALL
-
-
-def test_one_trace_at_a_time_whose_file_is_written_where_the_block_raises_too(tmp_path):
-    traced = loader()
-    with pytest.raises(RayloaderError, match="being traced already"), traced.trace(str(tmp_path / "one.json")):
-        traced.trace(tmp_path / "two.json")
-    with traced.trace(tmp_path / "two.json"):
-        pass
-    assert {path.name for path in tmp_path.iterdir()} == {"one.json", "two.json"}
-
-
-def test_a_folder_that_is_missing_is_told_before_anything_is_loaded(tmp_path):
-    with pytest.raises(FileNotFoundError, match="make it first"), loader().trace(tmp_path / "missing" / "trace.json"):
-        raise AssertionError("the block was entered")
