@@ -57,11 +57,6 @@ def kill_worker(iterator, worker_id=0):
     os.close(process)
 
 
-def tasks_of(iterator):
-    """The tasks of its epoch that are drawn and not taken."""
-    return iterator._engine.schedule.tasks
-
-
 def results_of(iterator):
     """The results that have come, and were not taken."""
     return [task.result for task in iterator._engine.schedule.untaken]

@@ -632,27 +632,6 @@ add(
     scripts.change_while_drawing((40, scripts.reverse_subset)),
     sample=NOT_SAMPLED,
 )
-add(
-    "subset_shrinks",
-    "2",
-    partial(changed, lambda: SubsetRandomSampler(tuple(range(300)))),
-    scripts.change_while_drawing((20, scripts.halve_subset)),
-    sample=NOT_SAMPLED,
-)
-add(
-    "source_grows",
-    "2 2p",
-    partial(changed, lambda: RandomSampler(list(range(300)), generator=seeded(1)), prefetch_factor=None),
-    scripts.change_while_drawing((20, scripts.grow_source)),
-    sample=NOT_SAMPLED,
-)
-add(
-    "source_grows_replaced",
-    "2",
-    partial(changed, lambda: RandomSampler(list(range(300)), replacement=True), prefetch_factor=None),
-    scripts.change_while_drawing((20, scripts.grow_source)),
-    sample=NOT_SAMPLED,
-)
 
 # Arguments that change nothing here.
 
@@ -691,7 +670,7 @@ add(
     script=scripts.first_come,
 )
 
-# The consumer: writes into batches, keeps them, iterates in a thread, pickles the loader, asks past the end.
+# The consumer: writes into batches, iterates in a thread, asks past the end.
 
 add("written_into", "0 2 2p", lambda: {"dataset": data.Points(), "batch_size": 3}, scripts.write_into_batches)
 add(
@@ -700,17 +679,8 @@ add(
     lambda: {"dataset": TensorDataset(torch.arange(240_000.0).reshape(6, -1)), "batch_size": 2},
     script=scripts.write_into_batches,
 )
-add("kept", "2p 3", lambda: {"dataset": data.Kinds(), "batch_size": 3}, script=scripts.keep_all)
 add("in_a_thread", "0 2 2p", partial(shuffled_noise, prefetch_factor=2), script=scripts.iterate_in_a_thread)
-add("pickled", "0 2", shuffled_noise, script=scripts.pickled_loader)
 add("past_the_end", "0 2 2p", partial(shuffled_noise, prefetch_factor=2), script=scripts.past_the_end)
-add("bad_arguments", "0", lambda: {"dataset": data.records()}, script=scripts.bad_arguments)
-add(
-    "bad_iterable_arguments",
-    "0",
-    lambda: {"dataset": streams.Sharded()},
-    script=scripts.bad_iterable_arguments,
-)
 
 # Streams: declared lengths and their warning.
 

@@ -6,7 +6,6 @@ A script puts back whatever it changes in the process, so that cases don't depen
 import contextlib
 import decimal
 import os
-import pickle
 import sys
 import tempfile
 import threading
@@ -183,15 +182,6 @@ def reverse_subset(loader):
     loader.sampler.indices[:] = loader.sampler.indices[::-1]
 
 
-def halve_subset(loader):
-    loader.sampler.indices = loader.sampler.indices[: len(loader.sampler.indices) // 2]
-
-
-def grow_source(loader):
-    """What a RandomSampler's length is taken from."""
-    loader.sampler.data_source.extend(range(7))
-
-
 def write_into_batches(rec, loader):
     """What the loop writes into a batch is its own affair; other batches, kept, don't change."""
 
@@ -214,14 +204,6 @@ def write_into_batches(rec, loader):
 
     for _ in range(2):
         rec.epoch(loader, use=use)
-    rec.note("kept", kept)
-
-
-def keep_all(rec, loader):
-    """Batches kept over two epochs still hold what they held."""
-    kept = []
-    for _ in range(2):
-        rec.epoch(loader, use=kept.append)
     rec.note("kept", kept)
 
 
@@ -348,53 +330,3 @@ def extended_collate_map():
     finally:
         default_collate_fn_map.clear()
         default_collate_fn_map.update(before)
-
-
-def pickled_loader(rec, loader):
-    """A loader can be pickled, its iterator can't."""
-    copy = pickle.loads(pickle.dumps(loader))
-    rec.epoch(copy)
-    rec.epoch(copy)
-    del copy
-    iterator = iter(loader)
-    try:
-        pickle.dumps(iterator)
-    except NotImplementedError:  # its text is ours
-        rec.note("iterator refuses", True)
-    del iterator
-    rec.epoch(loader)
-
-
-def bad_arguments(rec, loader):
-    """Arguments that contradict each other or are out of range."""
-    sampler, dataset = loader.sampler, loader.dataset
-    bad = [
-        {"num_workers": -1},
-        {"timeout": -1},
-        {"prefetch_factor": 2},
-        {"num_workers": 1, "prefetch_factor": -1},
-        {"persistent_workers": True},
-        {"shuffle": True, "sampler": sampler},
-        {"batch_sampler": loader.batch_sampler, "batch_size": 2},
-        {"batch_sampler": loader.batch_sampler, "drop_last": True},
-        {"batch_size": None, "drop_last": True},
-        {"batch_size": 0},
-        {"batch_size": 2.5},
-        {"drop_last": 1},
-        {"multiprocessing_context": "fork"},
-        {"num_workers": 1, "multiprocessing_context": "spoon"},
-        {"num_workers": 1, "multiprocessing_context": 3},
-        {"no_such_argument": 1},
-    ]
-    for arguments in bad:
-        rec.attempt(f"{arguments.keys()}", lambda arguments=arguments: len(rec.loader_class(dataset, **arguments)))
-    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
-        rec.attempt(f"set {name}", lambda name=name: setattr(loader, name, None))
-
-
-def bad_iterable_arguments(rec, loader):
-    for arguments in ({"shuffle": True}, {"sampler": [1]}, {"batch_sampler": [[1]]}):
-        rec.attempt(
-            f"{arguments.keys()}",
-            lambda arguments=arguments: rec.loader_class(loader.dataset, **arguments) and None,
-        )

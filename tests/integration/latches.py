@@ -69,25 +69,3 @@ class Mail:
 
     def __getstate__(self):
         return {"path": self.path}
-
-
-class Barrier:
-    """`wait` blocks until as many workers as there are parties wait; multiprocessing's own cannot travel."""
-
-    def __init__(self, folder, parties):
-        self.parties = parties
-        self.paths = [str(folder / "arrived"), str(folder / "leave")]
-        for path in self.paths:
-            os.mkfifo(path)
-
-    def wait(self, leader):
-        """The leader, one of the parties, counts the others."""
-        arrived, leave = (os.open(path, os.O_RDWR) for path in self.paths)  # O_RDWR: open() waits for nobody
-        os.write(arrived, b".")
-        if leader:
-            for _ in range(self.parties):
-                os.read(arrived, 1)
-            os.write(leave, b"." * self.parties)
-        os.read(leave, 1)
-        os.close(arrived)
-        os.close(leave)

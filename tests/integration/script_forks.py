@@ -87,12 +87,6 @@ def ended_by_an_error_of_a_sample(**options):
         list(load(**options))
 
 
-def deleted(**options):
-    iterator = iter(load(**options))
-    next(iterator)
-    del iterator
-
-
 def deleted_at_once(**options):
     iter(load(**options))
 
@@ -101,12 +95,6 @@ def left_in_a_cycle(**options):
     loader = load(**options)
     cycle = [loader, iter(loader)]
     cycle.append(cycle)
-
-
-def generator_closed(**options):
-    batches = (batch for batch in load(**options))
-    next(batches)
-    batches.close()
 
 
 def shut_down(**options):
@@ -143,12 +131,6 @@ def thread_that_ends_first(**options):
     assert [batch[0].tolist() for batch in iterators.pop()] == [[n, n + 1] for n in range(0, 12, 2)]
 
 
-def several_at_once(**options):
-    iterators = [iter(load(sampler=range(12), **options)) for _ in range(3)]
-    for batches in zip(*iterators, strict=True):
-        assert len({str(batch[0]) for batch in batches}) == 1
-
-
 def in_a_daemonic_process(**options):
     process = multiprocessing.get_context("fork").Process(target=until_the_end, kwargs=options, daemon=True)
     process.start()
@@ -177,15 +159,12 @@ ENDS = [
     broken_off,
     left_by_an_exception,
     ended_by_an_error_of_a_sample,
-    deleted,
     deleted_at_once,
     left_in_a_cycle,
-    generator_closed,
     shut_down,
     interrupted,
     worker_killed,
     thread_that_ends_first,
-    several_at_once,
     in_a_daemonic_process,
     forks_of_forks,
 ]

@@ -2,9 +2,8 @@
 
     python script_kinds.py SIDE OUT FOLDER [NAME...]
 
-SIDE is "torch" or "spawn" for torch's loader with workers that are forked or spawned (as forks of a server that has
-imported torch, which takes seconds), "fork" or "ray" for ours. What came of each kind is pickled into OUT, by its name;
-FOLDER is for their files.
+SIDE is "torch" for torch's loader with forked workers, "fork" or "ray" for ours. What came of each kind is pickled into
+OUT, by its name; FOLDER is for their files.
 """
 
 import atexit
@@ -32,14 +31,13 @@ def main(side, out, folder, *names):
     is_ours = side in ("fork", "ray")
     loader_class = rayloader.DataLoader if is_ours else torch.utils.data.DataLoader
     options = {"workers": side} if is_ours else {}
-    torch.multiprocessing.set_forkserver_preload(["torch.utils.data"])
-    torch.multiprocessing.set_start_method("forkserver" if side == "spawn" else "fork")
+    torch.multiprocessing.set_start_method("fork")
     ended = Path(folder) / "ended"
     driver = os.getpid()
     atexit.register(lambda: ended.open("a").write(f"{os.getpid() == driver}\n"))
     results = {}
     for kind in KINDS:
-        if kind.missing or (names and kind.name not in names) or (side == "spawn" and kind.actors.method != "spawn"):
+        if names and kind.name not in names:
             continue
         (place := Path(folder) / kind.name).mkdir()
         results[kind.name] = result(kind, Program(loader_class, options, place))

@@ -1,4 +1,4 @@
-"""What must do without Ray: loaders without workers, and making loaders with some.
+"""What must do without Ray, and without packages that a program may have: loaders without actors, in all contexts.
 
 python script_no_ray.py
 """
@@ -10,7 +10,11 @@ import warnings
 import torch
 from torch.utils.data import get_worker_info
 
-from rayloader import DataLoader, shutdown
+OPTIONAL = {"accelerate", "datasets", "h5py", "lightning", "pandas", "sqlite3", "tqdm", "transformers"}
+before = OPTIONAL & sys.modules.keys()
+assert "sqlite3" not in before
+
+from rayloader import DataLoader, shutdown  # noqa: E402
 
 loader = DataLoader(range(4), 2)
 for _ in range(2):
@@ -26,6 +30,10 @@ assert [batch.tolist() for batch in loader] == rest
 assert len(rest) == 3
 assert len(DataLoader(range(4), 2, num_workers=2)) == 2
 
+loader = DataLoader(range(4), 2, num_workers=2, collate_fn=lambda _: OPTIONAL & sys.modules.keys(), workers="fork")
+assert list(loader) == [before, before], "in workers"
+loader.state_dict()
+
 methods = multiprocessing.get_all_start_methods()
 assert "spawn" in methods
 with warnings.catch_warnings(record=True) as caught:
@@ -37,5 +45,6 @@ with warnings.catch_warnings(record=True) as caught:
 assert caught == []
 
 shutdown()
+assert before == OPTIONAL & sys.modules.keys()
 assert not any(name == "ray" or name.startswith("ray.") for name in sys.modules)
 print("the end")

@@ -1,5 +1,6 @@
 """The class beside torch's: arguments, checks, attributes, and what frameworks do with it."""
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
-import rayloader
 from probes import Calls, Stream, as_is, load, oversubscribed
 from rayloader import DataLoader
 
@@ -78,10 +78,27 @@ def test_bad_arguments_raise_torchs_errors(case):
     assert (ours.type, str(ours.value)) == (torchs.type, str(torchs.value))
 
 
-def test_prefetch_factor_0_is_refused_by_iter_with_torchs_type():
-    loader = DataLoader(NUMBERS, num_workers=1, prefetch_factor=0)
-    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
-        iter(loader)
+# What is wrong of an attribute that was set later, or that the constructor takes.
+SET_LATER = [
+    ("num_workers", -1, ValueError),
+    *[("num_workers", value, TypeError) for value in (1.5, "2", None, float("nan"), numpy.float64(2))],
+    ("prefetch_factor", 0, AssertionError),
+    *[("prefetch_factor", value, TypeError) for value in (1.5, "2")],
+    ("on_error", "ignore", ValueError),
+    ("max_skipped", -1, ValueError),
+    *[("timeout", value, ValueError) for value in (-1, float("nan"), None, "1")],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error"), SET_LATER)
+def test_what_is_set_later_is_checked_by_iter_with_torchs_types(name, value, error):
+    for num_workers in (1,) if name == "prefetch_factor" else (0, 1):
+        loader = DataLoader(NUMBERS, num_workers=num_workers)
+        setattr(loader, name, value)
+        state = torch.get_rng_state()
+        with pytest.raises(error, match=f"{name} must be"):
+            iter(loader)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -111,36 +128,28 @@ def test_attributes_that_must_not_be_set_raise_torchs_error(attribute):
     assert str(ours.value) == str(torchs.value).replace("DataLoader", type(loader).__name__)
 
 
-def test_collate_fn_may_be_set(ray_session):
-    loader = DataLoader(range(4), batch_size=2, num_workers=2)
-    loader.collate_fn = tuple
-    assert list(loader) == [(0, 1), (2, 3)]
-
-
 def worker_of(_):
     info = torch.utils.data.get_worker_info()
     return (info.id, info.num_workers) if info is not None else None
 
 
 @oversubscribed
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("made_with", "then"), [(0, 2), (1, 2), (2, 1), (3, 2), (2, 0)])
-def test_num_workers_may_be_set_and_counts_from_the_next_iter_on(ray_session, made_with, then, persistent):
-    persistent &= made_with > 0
-    loader = load(worker_of, 4, made_with, persistent_workers=persistent)
-    if made_with == 3:  # in mid-epoch: the live iterator keeps its workers
-        next(iterator := iter(loader))
+@pytest.mark.parametrize(("made_with", "then"), [(0, 2), (1, 2), (2, 1), (2, 0)])
+def test_num_workers_may_be_set_and_counts_from_the_next_iter_on(ray_session, made_with, then):
+    loader = load(worker_of, 4, made_with)
     loader.num_workers = then
     if then:
         loader.prefetch_factor = 2
-    if made_with == 3:
-        if not persistent:
-            assert list(iterator) == [(1, 3), (2, 3), (0, 3)]
-        expected = [(i % 3, 3) for i in range(4)] if persistent else [(i % 2, 2) for i in range(4)]
-    else:
-        expected = [(i % then, then) if then else None for i in range(4)]
     for _ in range(2):
-        assert list(loader) == expected
+        assert list(loader) == [(i % then, then) if then else None for i in range(4)]
+
+
+@oversubscribed
+def test_persistent_workers_stay_as_many_as_they_are(ray_session):
+    loader = load(worker_of, 4, 3, persistent_workers=True)
+    next(iter(loader))
+    loader.num_workers = 2
+    assert list(loader) == [(i % 3, 3) for i in range(4)]
 
 
 @oversubscribed
@@ -157,28 +166,15 @@ def test_a_state_says_how_many_workers_the_epoch_has_whatever_num_workers_was_se
     assert list(other) == [(i % 2, 2) for i in range(1, 8)]
 
 
-def test_num_workers_that_cannot_be_are_refused_by_iter():
-    for value, error in ((-1, ValueError), (1.5, TypeError), ("2", TypeError), (None, TypeError)):
-        loader = DataLoader(NUMBERS, num_workers=1)
-        loader.num_workers = value
-        with pytest.raises(error, match="num_workers must be a whole number >= 0"):
-            iter(loader)
-
-
-@oversubscribed
-@pytest.mark.parametrize("value", [1.5, float("nan"), float("inf"), numpy.float64(2)])
-def test_num_workers_that_are_no_whole_number_are_refused_with_torchs_type(value):
-    with pytest.raises(TypeError, match="num_workers must be a whole number >= 0"):
-        iter(DataLoader(NUMBERS, num_workers=value))
-
-
 @pytest.mark.parametrize("persistent", [None, [], 0, 1, "yes"])
 def test_persistent_workers_may_be_anything_that_is_true_or_false_as_in_torch(ray_session, persistent):
     loader = DataLoader(range(3), None, num_workers=1, persistent_workers=persistent)
     assert [list(loader), list(loader)] == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_generic():
+def test_it_is_generic_and_a_subclass_of_torchs():
+    assert issubclass(DataLoader, StockLoader)
+    assert isinstance(iter(DataLoader(NUMBERS)), type(iter(StockLoader(NUMBERS))))
     alias = DataLoader[int]
     assert alias.__origin__ is DataLoader
     assert alias.__args__ == (int,)
@@ -216,18 +212,6 @@ def test_every_parameter_is_an_attribute_from_which_a_framework_can_rebuild_the_
     assert sorted(batch.tolist() for batch in rebuilt) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_isinstance_of_torchs_class_bound_at_import():
-    assert issubclass(DataLoader, StockLoader)
-    assert isinstance(DataLoader(NUMBERS), StockLoader)
-    assert rayloader.DataLoader is DataLoader
-
-
-def test_without_workers_it_is_an_iterator_of_torchs_class():
-    loader = DataLoader(range(4), 2)
-    assert isinstance(iter(loader), type(iter(StockLoader(range(4), 2))))
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -245,33 +229,6 @@ def test_dynamic_subclass_with_own_get_iterator(ray_session, make):
     assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
 
 
-def test_persistent_workers_have_one_iterator_that_iter_resets(ray_session):
-    loader = DataLoader(range(8), num_workers=2, persistent_workers=True)
-    iterator = iter(loader)
-    assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
-    assert iter(loader) is iterator
-    assert [batch.item() for batch in iterator] == list(range(8))
-    assert [batch.item() for batch in loader] == list(range(8))
-
-
-def test_without_persistent_workers_live_iterators_are_independent(ray_session):
-    loader = DataLoader(range(4), num_workers=1)
-    first = iter(loader)
-    assert next(first).item() == 0
-    second = iter(loader)
-    assert second is not first
-    pairs = [(next(first).item(), next(second).item()) for _ in range(3)]
-    assert pairs == [(1, 0), (2, 1), (3, 2)]
-    assert [batch.item() for batch in first] == []
-    assert [batch.item() for batch in second] == [3]
-
-
-def test_iter_of_an_iterator_is_itself_and_it_has_a_length(ray_session):
-    iterator = iter(DataLoader(range(5), 2, num_workers=1))
-    assert iter(iterator) is iterator
-    assert len(iterator) == 3
-
-
 @pytest.fixture
 def no_gc():
     gc.collect()
@@ -283,22 +240,15 @@ def no_gc():
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("taken", [0, 2, 10])
 def test_collected_by_reference_count(ray_session, no_gc, persistent, taken):
-    loader = DataLoader(NUMBERS, num_workers=2, persistent_workers=persistent)
+    """After an error, too."""
+    loader = load(lambda index: 1 // (9 - index), 11, 2, persistent_workers=persistent)
     iterator = iter(loader)
-    for _ in range(taken):
-        next(iterator)
+    for number in range(taken):
+        with pytest.raises(ZeroDivisionError) if number == 9 else contextlib.nullcontext():
+            next(iterator)
     dead = weakref.ref(loader), weakref.ref(iterator)
     del loader, iterator
     assert [reference() for reference in dead] == [None, None]
-
-
-def test_after_an_error_too_the_loader_is_collected_by_reference_count(ray_session, no_gc):
-    loader = load(lambda index: 1 // index)
-    with pytest.raises(ZeroDivisionError):
-        next(iter(loader))
-    dead = weakref.ref(loader)
-    del loader
-    assert dead() is None
 
 
 @pytest.mark.usefixtures("warm")
@@ -324,17 +274,6 @@ def test_an_iterator_refuses_to_be_pickled_with_torchs_type_of_error(ray_session
         pickle.dumps(iter(DataLoader(range(2))))
 
 
-def test_a_dataset_that_holds_an_iterator_of_its_loader_is_an_error_that_says_where(ray_session):
-    dataset = Calls(as_is)
-    loader = DataLoader(dataset, num_workers=1, workers="ray")
-    dataset.live = iter(loader)
-    with pytest.raises(NotImplementedError, match="EpochIterator cannot be pickled") as caught:
-        iter(loader)
-    assert any("dataset.live: rayloader.epoch" in note for note in caught.value.__notes__)
-    del dataset.live
-    assert len(list(loader)) == len(dataset)
-
-
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
 def test_a_copy_of_a_loader_works_beside_it(ray_session, copier):
     loader = DataLoader(Calls(as_is, 4), 2, num_workers=1)
@@ -342,46 +281,3 @@ def test_a_copy_of_a_loader_works_beside_it(ray_session, copier):
     assert type(twin) is DataLoader
     both = [(a.tolist(), b.tolist()) for a, b in zip(loader, twin, strict=True)]
     assert both == [([0, 1], [0, 1]), ([2, 3], [2, 3])]
-
-
-class Five(Stream):
-    def __len__(self):
-        return 5
-
-
-def test_an_iterable_dataset_longer_than_it_said_is_warned_about_in_torchs_words(ray_session):
-    loader = DataLoader(Five(lambda worker: range(3)), batch_size=None, num_workers=2)
-    assert len(loader) == 5
-    iterator = iter(loader)
-    assert [next(iterator) for _ in range(5)] == [0, 0, 1, 1, 2]
-    with pytest.warns(UserWarning, match="was reported to be 5.* but 6 samples have been fetched.*replica at each"):
-        assert next(iterator) == 2
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("on_error", "ignore", ValueError),
-        ("max_skipped", -1, ValueError),
-        ("timeout", -1, ValueError),
-        ("timeout", float("nan"), ValueError),
-        ("timeout", None, ValueError),
-        ("timeout", "1", ValueError),
-    ],
-)
-def test_what_is_set_later_is_checked_as_at_first(num_workers, name, value, error):
-    loader = DataLoader(range(4), num_workers=num_workers)
-    setattr(loader, name, value)
-    state = torch.get_rng_state()
-    with pytest.raises(error, match=f"{name} must be"):
-        iter(loader)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("value", [1.5, "2"])
-def test_a_prefetch_factor_that_is_no_whole_number_is_refused(value):
-    loader = DataLoader(range(4), num_workers=1)
-    loader.prefetch_factor = value
-    with pytest.raises(TypeError, match=r"prefetch_factor must be a whole number >= 0, got"):
-        iter(loader)

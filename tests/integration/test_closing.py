@@ -16,21 +16,7 @@ from rayloader.epoch.iterator import close_all
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 LIMIT = 120  # seconds for a thread to end; on expiry the test fails
-TAKEN = 2  # batches
-
-
-@pytest.fixture
-def gate(tmp_path):
-    gate = Gate(tmp_path / "gate")
-    yield gate
-    gate.open()
-
-
-@pytest.fixture
-def mail(tmp_path):
-    mail = Mail(tmp_path / "mail")
-    yield mail
-    mail.close()
+TAKEN, LENGTH = 2, 6  # batches
 
 
 class User(threading.Thread):
@@ -53,87 +39,80 @@ class User(threading.Thread):
             self.error = error
 
 
-def ends(way, loader):
-    if way == "iter() again":
-        return iter(loader)
-    return close_all()  # what shutdown() does with live iterators
+@pytest.fixture
+def wait(tmp_path):
+    """Makes loaders with users who have taken some batches, and wait for another one until the test opens a gate."""
+    gate, mail = Gate(tmp_path / "gate"), Mail(tmp_path / "mail")
 
-
-@pytest.mark.parametrize("way", ["shutdown", "iter() again"])
-@pytest.mark.parametrize("pin_memory", [False, True])
-def test_whoever_waits_in_next_is_told_that_the_epoch_was_ended(accelerator, gate, mail, pin_memory, way):
     def get(index):
         if index == TAKEN:
             mail.send("waits")
             gate.wait()
         return torch.tensor(index)
 
-    options = {"prefetch_factor": 2, "pin_memory": pin_memory, "persistent_workers": way == "iter() again"}
-    loader = DataLoader(Calls(get, 20), None, num_workers=1, **options)
-    user = User(iter(loader))
-    assert mail.receive() == ["waits"]
-    assert all(user.took.acquire(timeout=LIMIT) for _ in range(TAKEN))
-    state_before = loader.state_dict()["position"] if way == "shutdown" else None
-    ends(way, loader)
+    def wait(**options):
+        loader = DataLoader(Calls(get, LENGTH), None, num_workers=1, prefetch_factor=2, **options)
+        user = User(iter(loader))
+        assert mail.receive() == ["waits"]
+        assert all(user.took.acquire(timeout=LIMIT) for _ in range(TAKEN))
+        return loader, user
+
+    wait.gate = gate
+    yield wait
+    gate.open()
+    mail.close()
+
+
+def check_goes_on(wait, user):
+    """The user, who alone refers to the iterator, gets what is left."""
+    assert user.is_alive()
+    wait.gate.open()
+    user.join(LIMIT)
+    assert not user.is_alive()
+    assert (user.batches, user.error) == (list(range(LENGTH)), None)
+
+
+@pytest.mark.parametrize("way", ["shutdown", "iter() again"])
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_whoever_waits_in_next_is_told_that_the_epoch_was_ended(accelerator, wait, pin_memory, way):
+    loader, user = wait(pin_memory=pin_memory, persistent_workers=way == "iter() again")
+    if way == "shutdown":
+        loader.state_dict()
+        close_all()  # what shutdown() does with live iterators
+    else:
+        iter(loader)
     user.join(LIMIT)
     assert not user.is_alive()
     assert user.batches == list(range(TAKEN))
     assert isinstance(user.error, RaySessionError), user.error
-    if state_before is not None:
-        state = loader.state_dict()["position"]
-        assert (state["finished"], state["next_task"]) == (False, TAKEN)
-        resumed = DataLoader(Calls(torch.tensor, 20), None, num_workers=1, **options)
-        resumed.load_state_dict(loader.state_dict())
-        assert [batch.item() for batch in resumed] == list(range(TAKEN, 20))
+    if way == "shutdown":
+        state = loader.state_dict()
+        assert (state["position"]["finished"], state["position"]["next_task"]) == (False, TAKEN)
+        resumed = DataLoader(Calls(torch.tensor, LENGTH), None, num_workers=1, pin_memory=pin_memory)
+        resumed.load_state_dict(state)
+        assert [batch.item() for batch in resumed] == list(range(TAKEN, LENGTH))
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_a_closed_iterator_does_not_end_as_a_finished_one(accelerator, pin_memory):
-    loader = DataLoader(Calls(torch.tensor, 6), None, num_workers=1, pin_memory=pin_memory)
+def test_a_closed_iterator_does_not_end_as_a_finished_one_which_stays_finished(accelerator, pin_memory):
+    loader = DataLoader(Calls(torch.tensor, LENGTH), None, num_workers=1, pin_memory=pin_memory)
+    finished = iter(loader)
+    assert len(list(finished)) == LENGTH
     iterator = iter(loader)
     assert next(iterator).item() == 0
     close_all()
+    assert list(finished) == []
     for _ in range(2):
         with pytest.raises(RaySessionError, match=r"call iter\(\) on the loader again"):
             next(iterator)
     assert not loader.state_dict()["position"]["finished"]
-    assert [batch.item() for batch in loader] == list(range(6))
-
-
-@pytest.mark.parametrize("pin_memory", [False, True])
-def test_a_finished_iterator_stays_finished_when_it_is_closed(accelerator, pin_memory):
-    iterator = iter(DataLoader(Calls(torch.tensor, 3), None, num_workers=1, pin_memory=pin_memory))
-    assert len(list(iterator)) == 3
-    close_all()
-    assert list(iterator) == []
-
-
-class Waiting:
-    """An iterator that waits for a batch in a thread of its own; only that thread refers to it."""
-
-    def __init__(self, gate, mail, **options):
-        def get(index):
-            if index == TAKEN:
-                mail.send("waits")
-                gate.wait()
-            return torch.tensor(index)
-
-        self.user = User(iter(DataLoader(Calls(get, 6), None, num_workers=1, prefetch_factor=2, **options)))
-        assert mail.receive() == ["waits"]
-        assert all(self.user.took.acquire(timeout=LIMIT) for _ in range(TAKEN))
-
-    def continuation(self, gate):
-        assert self.user.is_alive()
-        gate.open()
-        self.user.join(LIMIT)
-        assert not self.user.is_alive()
-        assert (self.user.batches, self.user.error) == (list(range(6)), None)
+    assert [batch.item() for batch in loader] == list(range(LENGTH))
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_an_iterator_is_collected_while_another_waits(accelerator, gate, mail, pin_memory, in_a_cycle):
-    waiting = Waiting(gate, mail, pin_memory=pin_memory)
+def test_an_iterator_is_collected_while_another_waits(accelerator, wait, pin_memory, in_a_cycle):
+    _, user = wait(pin_memory=pin_memory)
     loader = DataLoader(Calls(torch.tensor, 20), None, num_workers=1, pin_memory=pin_memory)
     iterator = iter(loader)
     assert next(iterator).item() == 0
@@ -147,23 +126,23 @@ def test_an_iterator_is_collected_while_another_waits(accelerator, gate, mail, p
     assert not collector.is_alive()
     assert collected() is None
     assert [batch.item() for batch in loader] == list(range(20))
-    waiting.continuation(gate)
+    check_goes_on(wait, user)
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_the_last_reference_of_the_program_goes_while_the_iterator_waits(accelerator, gate, mail, pin_memory):
+def test_the_last_reference_of_the_program_goes_while_the_iterator_waits(accelerator, wait, pin_memory):
     """The call of next() is one more reference: the iterator ends with the thread, not before."""
-    waiting = Waiting(gate, mail, pin_memory=pin_memory)
-    waiting.user.iterator = None
+    user = wait(pin_memory=pin_memory)[1]
+    user.iterator = None
     gc.collect()
-    waiting.continuation(gate)
+    check_goes_on(wait, user)
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_the_collector_ends_an_iterator_in_the_midst_of_another_ones_next(accelerator, monkeypatch, pin_memory):
     """Under its locks too: the collector may run, and finalizers with it, at any allocation."""
-    loader = DataLoader(Calls(torch.tensor, 8), None, num_workers=1, pin_memory=pin_memory, prefetch_factor=2)
-    ended = []
+    options = {"num_workers": 1, "pin_memory": pin_memory, "prefetch_factor": 2}
+    loader, ended = DataLoader(Calls(torch.tensor, 8), None, **options), []
 
     def with_collections(method):
         def call(engine, *args):
@@ -177,7 +156,7 @@ def test_the_collector_ends_an_iterator_in_the_midst_of_another_ones_next(accele
 
         return call
 
-    user = iter(DataLoader(Calls(torch.tensor, 6), None, num_workers=1, pin_memory=pin_memory, prefetch_factor=2))
+    user = iter(DataLoader(Calls(torch.tensor, 6), None, **options))
     engine = type(engine_of(user))
     monkeypatch.setattr(engine, "_end_turn", with_collections(engine._end_turn))
     thread = User(user)

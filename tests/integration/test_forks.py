@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import programs
 import rayloader
 from inside import kill_worker, pid_of, pid_of_zygote, set_timeout
-from latches import Gate
 from probes import oversubscribed
 from rayloader import BatchTimeoutError, DataLoader, WorkerDiedError, WorkerStartError
 from rayloader.errors import own_notes
@@ -130,22 +129,6 @@ def test_the_socket_of_a_zygote_may_be_finalized_before_the_zygote():
     assert [str(warning.message) for warning in warned] == []
 
 
-def test_a_zygote_that_is_stopped_before_it_has_forked(monkeypatch):
-    def stopped(self, end, fork=zygote.Zygote.fork):
-        if not stops:
-            stop(self.pid)
-            stops.append(self.pid)
-        return fork(self, end)
-
-    stops = []
-    monkeypatch.setattr(zygote.Zygote, "fork", stopped)
-    iterator = iter(load(Drawing(), timeout=0.5))
-    with pytest.raises(BatchTimeoutError):
-        next(iterator)
-    monkeypatch.setattr(zygote, "END_SECONDS", 0.5)
-    assert [taken(load(Drawing()))] == torchs("map-style")
-
-
 def test_a_timeout_counts_from_the_call_though_the_zygote_is_stopped():
     iterator = iter(load(Drawing(), prefetch_factor=2))
     batches = [next(iterator).tolist() for _ in range(3)]
@@ -202,27 +185,6 @@ def sockets(pid="self"):
         with contextlib.suppress(OSError):  # closed meanwhile
             found.append((os.readlink(f"/proc/{pid}/fd/{number}"), int(number)))
     return {name: number for name, number in found if name.startswith("socket:")}
-
-
-class Writing(Drawing):
-    """One sample writes to a descriptor that it has not opened: that of the line."""
-
-    def __init__(self):
-        super().__init__()
-        self.inherited = sockets()
-
-    def __getitem__(self, index):
-        if index == 9:
-            (line,) = (number for name, number in sockets().items() if name not in self.inherited)
-            os.write(line, b"no message at all")
-        return super().__getitem__(index)
-
-
-def test_a_worker_that_sends_no_messages_is_lost(caplog):
-    with pytest.raises(WorkerDiedError, match="something else was written to the line") as error:
-        taken(load(Writing(), max_worker_restarts=1, prefetch_factor=1))
-    assert "[8, 9]" in "".join(error.value.__notes__)
-    assert len(lines(caplog)) == 1
 
 
 def test_a_fork_has_its_own_end_of_a_line_and_nobody_else_has_it():
@@ -309,34 +271,6 @@ def test_what_a_sample_forks_ends_without_a_word(capfd):
     assert capfd.readouterr().err == ""
 
 
-# ---- options
-
-
-class Waiting(Drawing):
-    """One sample waits until the test opens a gate."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self.gate = gate
-
-    def __getitem__(self, index):
-        if index == 4:
-            self.gate.wait()
-        return super().__getitem__(index)
-
-
-def test_a_timeout_is_an_error_and_the_batch_may_still_come(tmp_path):
-    gate = Gate(tmp_path / "gate")
-    iterator = iter(load(Waiting(gate)))
-    batches = [next(iterator).tolist() for _ in range(2)]
-    set_timeout(iterator, 0.5)
-    with pytest.raises(BatchTimeoutError, match=r"timed out after 0\.5 seconds"):
-        next(iterator)
-    set_timeout(iterator, 0)
-    gate.open()
-    assert batches + taken(iterator) == torchs("map-style")[0]
-
-
 def test_a_worker_that_hangs_is_restarted(tmp_path, caplog):
     hung = tmp_path / "hung"
 
@@ -416,25 +350,19 @@ def test_a_wait_for_which_there_is_no_descriptor_says_so_and_can_be_repeated(mon
 # ---- which workers
 
 
-@pytest.mark.parametrize("value", ["forks", "", None, 1, True, "Ray"])
-def test_a_kind_of_workers_that_does_not_exist(value):
-    with pytest.raises(ValueError, match="workers must be 'auto' or 'ray' or 'fork', got "):
-        load(Drawing(), workers=value)
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"ray_remote_args": {"num_cpus": 1}}, "ray_remote_args are options of actors"),
         ({"arenas": False}, "arenas are switched off"),
         ({"multiprocessing_context": "spawn"}, "asks for 'spawn'"),
+        *(({"workers": value}, "workers must be 'auto' or 'ray' or 'fork', got ") for value in ("forks", None, True)),
     ],
-    ids=["ray_remote_args", "arenas", "context"],
 )
-def test_what_forks_cannot_do(options, why):
+def test_what_forks_cannot_do_and_kinds_of_workers_that_do_not_exist(options, why):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a context has no other effect
-        with pytest.raises(ValueError, match=f"but .*{why}.*; leave one of the two out"):
+        with pytest.raises(ValueError, match=why if "workers" in options else f"but .*{why}.*; leave one of the two"):
             iter(load(Drawing(), **options))
 
 
@@ -478,8 +406,11 @@ def test_nothing_is_left_however_an_epoch_ends(ends):
     assert (ends.returncode, output[-1:]) == (0, ["the end"]), errors
 
 
-def test_warnings_of_others_name_the_programs_line(tmp_path):
-    """Of torch, which cannot pin here, and of a library that is told of forks: each once for each `iter()`."""
+def test_warnings_of_others_name_the_programs_line_and_end_no_epoch(tmp_path):
+    """Of torch, which cannot pin here, and of a library that is told of forks: each once for each `iter()`.
+
+    Where the latter is an error, Python ignores it, as with torch's workers.
+    """
     program = tmp_path / "program.py"
     program.write_text(
         "import os, warnings\n"
@@ -487,22 +418,12 @@ def test_warnings_of_others_name_the_programs_line(tmp_path):
         "os.register_at_fork(before=lambda: warnings.warn('forks are disliked', RuntimeWarning))\n"
         "for batch in DataLoader(range(4), num_workers=2, pin_memory=True):\n"
         "    pass\n"
-    )
-    done = programs.run(program)
-    told = [line for line in done.stderr.splitlines() if "Warning:" in line]
-    if not torch.accelerator.is_available():
-        assert [line for line in told if "pin_memory" in line and line.startswith(f"{program}:4: UserWarning")]
-    assert [line for line in told if "disliked" in line] == [f"{program}:4: RuntimeWarning: forks are disliked"]
-
-
-def test_a_warning_of_a_fork_that_is_an_error_ends_no_epoch():
-    """As with torch's workers: Python ignores errors of whoever is told of a fork."""
-    program = (
-        "import os, warnings\n"
-        "from rayloader import DataLoader\n"
-        "os.register_at_fork(before=lambda: warnings.warn('forks are disliked', RuntimeWarning))\n"
         "warnings.simplefilter('error', RuntimeWarning)\n"
         "print([batch.tolist() for batch in DataLoader(range(4), 2, num_workers=2)])\n"
     )
     done = programs.run(program)
     assert (done.returncode, done.stdout) == (0, "[[0, 1], [2, 3]]\n"), done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith(f"{program}:")]
+    if not torch.accelerator.is_available():
+        assert [line for line in told if "pin_memory" in line and line.startswith(f"{program}:4: UserWarning")]
+    assert [line for line in told if "disliked" in line] == [f"{program}:4: RuntimeWarning: forks are disliked"]

@@ -3,10 +3,8 @@
 import contextlib
 import gc
 import itertools
-import linecache
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -16,18 +14,13 @@ import psutil
 import pytest
 import ray
 
-import rayloader.actors.actor
-import rayloader.actors.actors
 import rayloader.actors.pool
-import rayloader.epoch.hosts
-import rayloader.epoch.iterator
-import rayloader.workers.fleet
 from inside import end_idle_actors_but, live_actor_pids, lock_of
+from interrupts import each_point
 from pretended import pretend_accelerator
 from probes import load
 from rayloader import DataLoader, WorkerStartError
 from rayloader.actors.actor import ActorState, Lease, wait_for
-from rayloader.actors.image import Image
 from rayloader.actors.pool import get_pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -102,31 +95,6 @@ def test_loaders_find_the_processes_of_others_until_the_grace_is_over(own, patie
     assert psutil.wait_procs(processes, EXIT_LIMIT)[1] == []
     assert "rayloader: 1 worker processes end, which have been idle for 0.5 s" in caplog.messages
     assert len(list(loader)) == 1
-
-
-def test_warm_processes_let_go_of_a_replica_before_the_next_is_written(own, monkeypatch):
-    """Which takes them a while: meanwhile it is encoded. New processes start meanwhile."""
-    steps = []
-
-    def note(owner, name):
-        method = getattr(owner, name)
-
-        def noted(*args, **options):
-            steps.append(name)
-            return method(*args, **options)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(rayloader.workers.fleet.Fleet, "lend")
-    note(rayloader.actors.image, "encode_for_worker")
-    note(Image, "write")
-    loader, epochs = load(pid, 1, **own), []
-    for number in range(2):
-        loader.dataset.note = number  # which makes it another one
-        assert len(list(loader)) == 1
-        epochs.append(steps[:3])  # what follows is the batches' way
-        steps.clear()
-    assert epochs == [["lend", "encode_for_worker", "write"], ["encode_for_worker", "lend", "write"]]
 
 
 # ---- slow is not dead
@@ -253,69 +221,24 @@ def test_processes_of_an_iterator_that_ended_before_they_ran_are_the_next_ones(o
 # ---- nobody has actors for ever
 
 
-class Interrupt:
-    """A Ctrl-C at the n-th line that the thread runs in the files that make and lend actors."""
-
-    FILES = tuple(
-        module.__file__
-        for module in (
-            rayloader.actors.actor,
-            rayloader.actors.actors,
-            rayloader.actors.pool,
-            rayloader.workers.fleet,
-            rayloader.epoch.iterator,
-            rayloader.epoch.hosts,
-        )
-    )
-
-    def __init__(self, line):
-        self.left = line
-
-    def __enter__(self):
-        sys.settrace(self.call)
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def call(self, frame, event, argument):
-        return self.line if frame.f_code.co_filename in self.FILES else None
-
-    def line(self, frame, event, argument):
-        # Python handles no signal between the end of a `with` block and the call of `__exit__`.
-        in_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-        if event == "line" and self.left and not in_with:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-        return self.line
-
-
 def lent(own):
     get_pool().wait()
     memory = own["ray_remote_args"]["memory"]
     return [a for a in get_pool().actors if a.options.get("memory") == memory and a.state is ActorState.LENT]
 
 
-@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.full)])
-def test_an_interrupt_at_any_line_of_iter_leaves_no_actor_lent(shared, step):
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.full)])
+def test_an_interrupt_at_any_point_of_iter_leaves_no_actor_lent(shared, stride):
     loader = load(pid, 4, num_workers=1, **shared)
     seen = set(loader)
-    for line in range(1, 10_000, step):
-        iterator, interrupt = None, Interrupt(line)
-        try:
-            with interrupt:
-                iterator = iter(loader)
-        except KeyboardInterrupt:
-            pass
-        else:
-            break
+    for interrupt in each_point(stride):
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            iter(loader)
         if lent(shared):
             gc.collect()  # the exception and what it refers to may be a cycle
-        assert lent(shared) == [], line
-    assert line > 60
-    assert interrupt.left
-    assert set(iterator) == set(loader) == seen, "the interrupts have cost no process"
-    del iterator
+        assert lent(shared) == [], interrupt.where
+    assert interrupt.number > 60
+    assert set(loader) == seen, "the interrupts have cost no process"
 
 
 class NoProcess:
@@ -324,7 +247,7 @@ class NoProcess:
     hello = stop = end = SimpleNamespace(remote=lambda *_: ray.put(None))
 
 
-def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monkeypatch):
+def test_an_interrupt_at_any_point_of_the_creation_leaves_no_actor_lent(own, monkeypatch):
     """An actor that was created is the pool's, or nobody's any more: Ray ends one whose handle is gone."""
     made = weakref.WeakSet()
 
@@ -339,31 +262,21 @@ def test_an_interrupt_at_any_line_of_the_creation_leaves_no_actor_lent(own, monk
         return handle
 
     monkeypatch.setattr(rayloader.actors.pool, "_remote_worker", Remote)
-    pool, interrupted = get_pool(), 0
-    while True:
-        interrupt = Interrupt(interrupted + 1)
+    pool = get_pool()
+    for interrupt in each_point():
         lease = pool.begin_lease()
-        try:
-            with interrupt:
-                actors = pool.lend(lease, own["ray_remote_args"], 2, fresh=True)
-        except KeyboardInterrupt:
-            interrupted += 1
-        else:
-            break
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            pool.lend(lease, own["ray_remote_args"], 2, fresh=True)
         del lease
         if lent(own):
             gc.collect()
-        assert lent(own) == [], interrupted
+        assert lent(own) == [], interrupt.where
         pool.wait()
-        assert not made - {actor.handle for actor in pool.actors}, interrupted
+        assert not made - {actor.handle for actor in pool.actors}, interrupt.where
         made.clear()
         end_idle_actors_but({actor.key for actor in pool.actors if not isinstance(actor.handle, NoProcess)})
         pool.wait()
-    assert interrupted > 20
-    assert lent(own) == actors
-    del lease, interrupt
-    pool.wait()
-    assert {actor.state for actor in actors} == {ActorState.IDLE}
+    assert interrupt.number > 20
 
 
 # ---- finalizers

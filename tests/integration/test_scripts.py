@@ -84,14 +84,6 @@ def test_a_script_ends_by_itself_while_copies_to_a_device_are_pending():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", ["script_imports.py", "script_other_program.py"])
-def test_a_script_that_checks_itself_ends(script):
-    """See the scripts."""
-    output, errors = finish(process := start(script))
-    assert (process.returncode, output[-1:]) == (0, ["the end"]), errors
-
-
-@pytest.mark.full
 def test_a_script_that_joins_a_running_ray_ends_and_takes_its_actors_along(ray_session, tmp_path):
     output, errors = finish(script := start("script_exit.py", tmp_path, joined=True))
     assert (script.returncode, output[-1]) == (0, "the end"), errors
@@ -214,14 +206,7 @@ def test_ray_and_rayloader_may_be_shut_down_under_live_iterators(sessions_script
     assert "Traceback" not in errors
 
 
-@pytest.mark.full
-def test_a_ray_of_the_users_is_left_running():
-    output, errors = finish(script := start("script_sessions.py", "users"))
-    assert (script.returncode, output) == (0, ["the end"]), errors
-    assert "Traceback" not in errors
-
-
-def test_without_workers_ray_is_never_imported_whatever_the_context():
+def test_without_actors_neither_ray_nor_what_the_program_has_not_is_imported():
     output, errors = finish(script := Program(FOLDER / "script_no_ray.py"))
     assert (script.returncode, output, errors) == (0, ["the end"], "")
 

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import threading
-from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ import rayloader
 from latches import Gate, Mail
 from probes import Calls
 from rayloader import DataLoader
-from rayloader.actors import pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -73,41 +70,6 @@ def test_what_a_handler_raises_in_a_waiting_next_passes_through_and_the_batch_co
     check(lambda dataset: iter(DataLoader(dataset, None, num_workers=1, pin_memory=pin_memory)), error)
 
 
-@pytest.fixture
-def raises_while_waiting(monkeypatch):
-    """Has a signal's handler raise an error while a module waits for calls of Ray's, which waits until then."""
-
-    def arm(module, error):
-        wait_for = module.wait_for
-
-        def strike(*_):
-            raise error
-
-        def wait(refs, *_):
-            monkeypatch.undo()  # once
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            return wait_for([*refs, SimpleNamespace(future=Future)], 60.0)
-
-        monkeypatch.setattr(module, "wait_for", wait)
-        signal.signal(signal.SIGALRM, strike)
-
-    before = signal.getsignal(signal.SIGALRM)
-    yield arm
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@each_error
-def test_what_a_handler_raises_in_an_iter_that_waits_for_its_workers_passes_through(error, raises_while_waiting):
-    loader = DataLoader(range(3), None, num_workers=1)
-    assert list(loader) == [0, 1, 2]
-    with pytest.raises(type(error)) as caught:  # noqa: PT012
-        raises_while_waiting(pool, error)
-        iter(loader)
-    assert caught.value is error
-    assert list(loader) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("lines", [True, False])
 @each_error
 def test_what_a_handler_raises_in_a_waiting_consumer_passes_through_and_the_batch_comes_later(check, error, lines):
@@ -132,21 +94,13 @@ def test_a_ctrl_c_that_reaches_an_actor_does_nothing(lines, tmp_path):
             started.wait()
         return os.getpid(), started.returncode
 
-    loader = DataLoader(Calls(get, 2), None, num_workers=1, workers="ray", arenas=lines)
-    iterator = iter(loader)
-    pid, started = map(int, mail.receive()[0].split())
-    for _ in range(3):
-        os.kill(pid, signal.SIGINT)
-    os.kill(started, signal.SIGINT)
-    gate.open()
-    assert next(iterator) == [pid, -signal.SIGINT]
-    os.kill(int(mail.receive()[0].split()[1]), signal.SIGINT)
-    assert list(iterator) == [[pid, -signal.SIGINT]]
-    os.kill(pid, signal.SIGINT)
-    iterator = iter(loader)
+    loader = DataLoader(Calls(get, 1), None, num_workers=1, workers="ray", arenas=lines)
     for _ in range(2):
-        worker, started = map(int, mail.receive()[0].split())
-        assert worker == pid
+        iterator = iter(loader)
+        pid, started = map(int, mail.receive()[0].split())
+        os.kill(pid, signal.SIGINT)
         os.kill(started, signal.SIGINT)
-        next(iterator)
+        gate.open()
+        assert list(iterator) == [[pid, -signal.SIGINT]]
+        os.kill(pid, signal.SIGINT)
     mail.close()
