@@ -240,27 +240,10 @@ def test_cycles(encode):
 # ---- memory
 
 
-class Wrapper(torch.Tensor):
-    """A tensor without memory of its own around one that has some."""
-
-    @staticmethod
-    def __new__(cls, held):
-        self = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
-        self.held = held
-        return self
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return Wrapper(args[0].held)  # detached
-
-
 SHARING = {
     "view": lambda x: x[:3],
     "conjugate": lambda x: x.conj(),
     "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
-    "wrapper": Wrapper,
     "typed storage": torch.Tensor.storage,
     "storage": torch.Tensor.untyped_storage,
 }
@@ -276,42 +259,41 @@ def test_what_shared_memory_shares_it_again_apart_from_its_source(kind, encode):
     one, other = decoded(encoded)
     one[0] = 7
     assert type(other) is type(SHARING[kind](source))
-    other = getattr(other, "held", other)
     assert (complex(other[0]), complex(source[0])) == (7, 1)
 
 
-def test_encode_leaves_the_storage_resizable():
-    tensor = torch.zeros(3)
-    encode([tensor, 1])
-    assert tensor.resize_(5).shape == (5,)
-
-
-def test_tensors_without_items_can_grow_in_a_worker_and_others_cannot():
-    empty, one = through([torch.empty(0), torch.ones(1)], encode_for_worker)
+def test_only_tensors_without_items_can_grow_in_a_worker_and_the_source_can_as_before():
+    source = [torch.empty(0), torch.ones(1)]
+    empty, one = through(source, encode_for_worker)
     assert torch.stack([torch.ones(3)] * 2, out=empty).sum() == 6
     with pytest.raises(RuntimeError, match="Trying to resize storage that is not resizable"):
         one.resize_(2)
+    through(source)
+    assert source[1].resize_(5).shape == (5,)
 
 
 @pytest.mark.parametrize(
     "make",
     [lambda: [torch.arange(100.0), np.arange(100.0)], lambda: torch.arange(100.0), lambda: torch.ones(9).cfloat()],
 )
-def test_what_is_encoded_keeps_its_source_and_what_is_decoded_its_buffers(make):
+def test_what_is_encoded_keeps_its_source_and_what_is_decoded_its_buffers_even_read_only_ones(make):
     obj = make()
     source = weakref.ref(leaves_of(obj)[0].untyped_storage())
     encoded = encode(obj)
     del obj
     gc.collect()
     assert source() is not None
-    memory = [np.frombuffer(bytearray(b), np.uint8) for b in encoded.buffers]
+    memory = [np.frombuffer(bytes(b), np.int32) for b in encoded.buffers]
     alive = [weakref.ref(m) for m in memory]
-    got = decode(encoded.skeleton, [memoryview(m) for m in memory])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = decode(encoded.skeleton, memory)
     del memory, encoded
     gc.collect()
     assert source() is None
     assert str(got) == str(make())
     parts = [part[:2] for part in leaves_of(got)]
+    assert not any(part.flags.writeable for part in parts[1:])
     del got
     gc.collect()
     assert all(ref() is not None for ref in alive)
@@ -320,28 +302,11 @@ def test_what_is_encoded_keeps_its_source_and_what_is_decoded_its_buffers(make):
     assert all(ref() is None for ref in alive)
 
 
-@pytest.mark.parametrize("obj", [[torch.arange(100), np.arange(100)], torch.arange(100)])
-def test_buffers_may_be_read_only_and_of_any_format(obj):
-    encoded = encode(obj)
-    given = [np.frombuffer(bytes(b), np.int64) for b in encoded.buffers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = leaves_of(decode(encoded.skeleton, given))
-    gc.collect()
-    assert [part.tolist() for part in got] == [list(range(100))] * len(got)
-    assert [part.flags.writeable for part in got[1:]] == [False] * (len(got) - 1)
-    copies = [copied(memoryview(b"")), *map(copied, given)]
-    assert [(c.nbytes, c.format, c.readonly) for c in copies] == [(0, "B", False)] + [(800, "B", False)] * len(got)
-
-
 def test_large_copies_are_mapped_and_never_taken_from_the_heap():
     """The heap would keep what a freed batch leaves, and cut small tensors out of it."""
-    given = [os.urandom(size) for size in ((1 << 20) - 1, 1 << 20, 3 << 20)]
-    copies = [*map(copied, given)]
+    copies = [copied(os.urandom(size)) for size in ((1 << 20) - 1, 1 << 20)]
     owners = [copy.obj.base for copy in copies]  # a tensor, or a view of a mapping
-    assert [isinstance(getattr(owner, "obj", None), mmap.mmap) for owner in owners] == [False, True, True]
-    copies[2][:] = bytes(3 << 20)
-    assert [bytes(copy) for copy in copies[:2]] == given[:2], "each is a mapping of its own"
+    assert [isinstance(getattr(owner, "obj", None), mmap.mmap) for owner in owners] == [False, True]
 
 
 @pytest.mark.parametrize("make", [tuple, lambda parts: [Sample(part, 0) for part in parts]])
@@ -438,13 +403,10 @@ class Reduced:
         return self.reduce()
 
 
-def test_errors_of_the_programs_objects_pass_unchanged():
+def test_errors_of_the_programs_objects_pass_unchanged_but_excessive_depth_is_a_pickling_error():
     with pytest.raises(KeyError, match="mine") as caught:
         encode([Reduced(lambda: {}["mine"])])
     assert not own_notes(caught.value)
-
-
-def test_excessive_depth_is_a_pickling_error():
     endless = Reduced(lambda: endless.reduce())
     deep = functools.reduce(lambda inner, _: [inner], range(100_000), [])
     for obj in (endless, deep):
@@ -488,14 +450,11 @@ def test_classes_of_a_program_come_back_as_its_own(main, ask, monkeypatch):
         def __init__(self, t):
             self.t = t
 
-        def double(self):
-            return self.t * 2
-
     class Slotted:
-        __slots__ = ("__private", "a", "missing")
+        __slots__ = ("__private", "missing")
 
         def __init__(self, a):
-            self.a = self.__private = a
+            self.__private = a
 
         def private(self):
             return self.__private
@@ -506,7 +465,6 @@ def test_classes_of_a_program_come_back_as_its_own(main, ask, monkeypatch):
     @dataclasses.dataclass(slots=True)
     class Columns:
         a: object
-        b: int = 3
 
     class Dataset:
         tag = "first"
@@ -514,26 +472,23 @@ def test_classes_of_a_program_come_back_as_its_own(main, ask, monkeypatch):
         def batch(self):
             opened = Open(3)
             opened.d = 5
-            return [Batch(torch.arange(3)), self.tag, Batch, Slotted(1), opened, Columns(torch.arange(2))]
+            return [Batch(torch.arange(3)), self.tag, Batch, Slotted(1), opened, Columns(4)]
 
     mine = (Base, Batch, Slotted, Open, Columns, Dataset)
     for cls in mine:
         cls.__module__, cls.__qualname__ = main, cls.__name__
         monkeypatch.setattr(sys.modules[main], cls.__name__, cls, raising=False)
     before = [dict(vars(cls)) for cls in mine]
-    for _ in range(2):
-        batch, tag, cls, one, opened, columns = through_copies(*ask(Dataset()))
-        assert (type(batch), batch.double().tolist(), tag, cls) == (Batch, [0, 2, 4], "first", Batch)
+    for tag in ("first", "first", "second"):  # a change of the class reaches the worker that has it already
+        Dataset.tag = tag
+        skeleton, buffers = ask(Dataset())
+        batch, *same, one, opened, columns = through_copies(skeleton, buffers)
+        assert (type(batch), batch.t.tolist(), batch.hello(), same) == (Batch, [0, 1, 2], "hello", [tag, Batch])
         assert (type(one), type(opened), type(columns)) == (Slotted, Open, Columns)
-        assert (one.a, one.private(), hasattr(one, "missing"), hasattr(one, "__dict__")) == (1, 1, False, False)
-        assert (opened.private(), opened.d, columns.b, columns.a.tolist()) == (3, 5, 3, [0, 1])
-        now = [{name: value for name, value in vars(cls).items() if name != "__slotnames__"} for cls in mine]
-        assert all(new.items() <= old.items() for new, old in zip(now, before, strict=True)), "a class was overwritten"
-
-    # A change of the class reaches the worker that has it already.
-    Dataset.tag = "second"
-    skeleton, buffers = ask(Dataset())
-    assert through_copies(skeleton, buffers)[1] == "second"
+        assert (one.private(), hasattr(one, "missing"), hasattr(one, "__dict__")) == (1, False, False)
+        assert (opened.private(), opened.d, columns.a) == (3, 5, 4)
+        now = [{name: value for name, value in vars(cls).items() if name != "__slotnames__"} for cls in mine[:-1]]
+        assert all(new.items() <= old.items() for new, old in zip(now, before, strict=False)), "a class was overwritten"
     # A program that forgot the class gets it from its definition, once.
     Batch.__qualname__ = "Forgotten"  # it may have the place in memory that the other process has given its own
     tracker = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
@@ -541,7 +496,7 @@ def test_classes_of_a_program_come_back_as_its_own(main, ask, monkeypatch):
         del tracker[key]
     one, two = (through_copies(skeleton, buffers)[0] for _ in range(2))
     assert type(one) is type(two) is not Batch
-    assert (one.double().tolist(), one.hello(), isinstance(one, Base)) == ([0, 2, 4], "hello", True)
+    assert (one.t.tolist(), one.hello(), isinstance(one, Base)) == ([0, 1, 2], "hello", True)
 
 
 def test_what_the_program_has_where_its_name_says_goes_back_by_name(monkeypatch):
@@ -596,21 +551,11 @@ class Link:
         self.value, self.inner = value, inner
 
 
-class SlottedLink:
-    __slots__ = ("inner", "value")
-    __init__ = Link.__init__
-
-
 class DelegatingLink(Link):
     """Asks its `inner` for whatever it lacks itself, which it has only after unpickling."""
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
-
-
-class OwnSetter(DelegatingLink):
-    def __setstate__(self, state):
-        self.value, self.inner = state["value"] * 2, state["inner"]
 
 
 class KeyLink(Link):
@@ -621,16 +566,14 @@ class KeyLink(Link):
 
 
 @ENCODERS
-@pytest.mark.parametrize("kind", [Link, SlottedLink, DelegatingLink])
+@pytest.mark.parametrize("kind", [Link, DelegatingLink])
 def test_a_linked_list(kind, encode):
     first = None
     for number in range(200):
         first = kind(number, first)
-    first, numbers, same, setter = through(
-        [first, torch.arange(3), {KeyLink(n, None) for n in range(3)}, OwnSetter("a", [1, 2])], encode
-    )
+    first, numbers, same = through([first, torch.arange(3), {KeyLink(n, None) for n in range(3)}], encode)
     assert {key.value for key in same} == {0, 1, 2}
-    assert (numbers.tolist(), setter.value, setter.count(2)) == ([0, 1, 2], "aa", 1)
+    assert numbers.tolist() == [0, 1, 2]
     for value in reversed(range(200)):
         assert (type(first), first.value) == (kind, value)
         first = first.inner
