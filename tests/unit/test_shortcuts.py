@@ -103,12 +103,9 @@ KINDS = {
     "array with attributes": lambda: InfoArray(np.arange(120.0).reshape(10, 12).T, ["x"]),
     "read-only array with attributes": lambda: read_only(InfoArray(np.arange(100), 1)),
     "objects with attributes": lambda: InfoArray([None, {}], "objects"),
-    "no items with attributes": lambda: InfoArray(np.arange(0).reshape(0, 3), 1),
-    "view of a memory map with attributes": lambda: InfoArray(mapped()[3], "x"),
     "masked array": lambda: np.ma.array([1, 2, 3], mask=[0, 1, 0]),
     "hard mask": hard,
     "masked records": masked_records,
-    "masked objects": lambda: np.ma.array([None, {}], mask=[True, False], dtype=object),
     "masked": lambda: np.ma.masked,
     "parameter": lambda: torch.nn.Parameter(real()),
     "own tensor": lambda: real().as_subclass(OwnTensor),
@@ -118,7 +115,6 @@ KINDS = {
     "tensor with attributes": lambda: with_attributes(real(), note="x"),
     "frozen parameter with attributes": lambda: with_attributes(torch.nn.Parameter(real(), False), note="x"),
     "sparse": lambda: real().to_sparse(),
-    "uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
     "sparse rows": lambda: torch.eye(4).to_sparse_csr(),
     "sparse blocks of rows": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
     "sparse parameter": lambda: torch.nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False),
@@ -130,7 +126,6 @@ KINDS = {
     "without memory": lambda: torch.empty(3, 4, device="meta"),
     "storage": lambda: real().untyped_storage(),
     "typed storage": lambda: torch.TypedStorage([1.0, 2.0], device="cpu"),
-    "empty storage": lambda: torch.UntypedStorage(0),
 }
 
 TORCH_REFUSES = {"ctypes array", "ctypes structures"}
