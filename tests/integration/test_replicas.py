@@ -1,7 +1,7 @@
 """The dataset in real workers: what they share with each other, what with the driver, and what is their own."""
 
+import functools
 import gc
-import json
 import os
 import random
 import re
@@ -15,11 +15,8 @@ import pytest
 import ray
 import torch
 
-import programs
-from aliases import Aliases
 from inside import image_files
-from probes import as_is
-from rayloader import DataLoader
+from probes import as_is, load
 from rayloader.actors.actor import Actor, RayAnswer
 from rayloader.actors.pool import get_pool
 
@@ -28,21 +25,13 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 MIB = 1 << 20
 
 
-class Holds:
-    """Each worker is asked once: sample i is what `function(data)` returns in worker i."""
-
-    def __init__(self, data, function, length=2):
-        self.data, self.function, self.length = data, function, length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return self.function(self.data)
+def ask(data, function, index):
+    return function(data)
 
 
 def holding(data, function, num_workers=2, **options):
-    return DataLoader(Holds(data, function, num_workers), None, num_workers=num_workers, collate_fn=as_is, **options)
+    """Each worker is asked once: what `function(data)` returns there."""
+    return load(functools.partial(ask, data, function), num_workers, workers="ray", **options)
 
 
 def image_memory(_):
@@ -62,13 +51,13 @@ def image_memory(_):
 def test_workers_share_one_copy_and_writes_are_their_own():
     data = torch.zeros(8 * MIB, dtype=torch.uint8)
 
-    def ask(data):
+    def touch(data):
         assert not data.any()  # touches every page
         before = image_memory(None)
         data[:MIB] += 1
         return before, image_memory(None), int(data.sum())
 
-    one, other = holding(data, ask)
+    one, other = holding(data, touch)
     assert not data.any()
     assert one[0][2] == other[0][2]
     assert len(one[0][2]) == 1
@@ -92,42 +81,6 @@ def test_a_function_that_travels_with_a_generator_of_its_module_is_warned_of():
         UserWarning, match=r"copy of the random generator random_of_this_module for test_replicas\.draws"
     ):
         assert len(list(holding([1], function))) == 2
-
-
-def test_what_is_kept_of_an_old_dataset_stays_and_the_rest_goes():
-    kept = "rayloader_kept_array"  # in a module that all loaders of a warm process see
-
-    def keep(data):
-        setattr(os, kept, data)
-        return os.getpid(), image_memory(None)[2]
-
-    def look(data):
-        return os.getpid(), getattr(os, kept)[:3].tolist(), image_memory(None)[2]
-
-    def forget(data):
-        delattr(os, kept)
-        return os.getpid()
-
-    ((pid, (name,)),) = holding(np.arange(10_000), keep, 1)
-    gc.collect()
-    ((same, content, names),) = holding(np.zeros(10_000), look, 1)
-    assert (same, content, name in names) == (pid, [0, 1, 2], True)
-    assert list(holding(np.ones(10_000), forget, 1)) == [pid]
-    ((_, _, names),) = holding(np.ones(10_000), image_memory, 1)
-    assert name not in names
-
-
-# ---- what shares memory
-
-
-def test_a_write_shows_where_it_does_under_torchs_spawn_in_each_epoch():
-    """Objects over one memory are separate, as pickling makes them; with fresh workers and with persistent ones."""
-    reference = programs.run(Path(__file__).with_name("script_aliases.py"))
-    assert reference.returncode == 0, reference.stderr
-    want = json.loads(reference.stdout)
-    for persistent in (False, True):
-        loader = DataLoader(Aliases(), None, num_workers=1, collate_fn=as_is, persistent_workers=persistent)
-        assert [list(loader) for _ in range(3)] == want
 
 
 # ---- from epoch to epoch

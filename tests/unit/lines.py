@@ -68,14 +68,3 @@ def messages(line: Line, count: int) -> list:
         line.flush()
         found += line.receive()
     return found
-
-
-def exchange(sender: Line, receiver: Line, sent: list) -> list:
-    """Sends all of this, and receives as much."""
-    for message in sent:
-        sender.send(message)
-    found: list = []
-    while len(found) < len(sent):
-        sender.flush()
-        found += receiver.receive()
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -24,30 +25,42 @@ from rayloader.transport.line import (
     LineSocket,
     Parcel,
     connect,
-    pair,
 )
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
 
 
-def both(kind):
-    driver = listening(kind)
+@pytest.fixture(params=KINDS)
+def ends(request):
+    """Both ends of a line of each kind; the driver's has let the worker's in."""
+    driver = listening(request.param)
     worker = met(driver)
     yield driver, worker
     driver.close()
     worker.close()
 
 
-@pytest.fixture
-def ends():
-    """Both ends of a local line; the driver's has let the worker's in."""
-    yield from both("local")
+local = pytest.mark.parametrize("ends", ["local"], indirect=True)
 
 
-@pytest.fixture(params=KINDS)
-def any_ends(request):
-    """Those of a line of each kind."""
-    yield from both(request.param)
+@contextlib.contextmanager
+def forked():
+    """A child that has a copy of all there is, and does nothing."""
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(here)
+        os.write(there, b"!")
+        signal.pause()
+        os._exit(0)
+    try:
+        os.read(here, 1)
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(here)
+        os.close(there)
 
 
 # ---- lines of both kinds
@@ -199,8 +212,8 @@ def test_what_is_sent_before_the_worker_connects_or_dies_arrives_and_the_end_is_
 @pytest.mark.parametrize(
     "said", [HEADER.pack(2**64 - 1, 0), HEADER.pack(2**61, 0), HEADER.pack(0, 1) + (2**63).to_bytes(8, "little")]
 )
-def test_what_cannot_be_a_message_ends_the_line_and_says_so(any_ends, said):
-    driver, worker = any_ends
+def test_what_cannot_be_a_message_ends_the_line_and_says_so(ends, said):
+    driver, worker = ends
     worker.send(b"a message")
     worker.drain()
     worker._socket.sendall(said)
@@ -212,60 +225,36 @@ def test_what_cannot_be_a_message_ends_the_line_and_says_so(any_ends, said):
 
 
 @pytest.mark.parametrize("dies", ["driver", "worker"])
-def test_a_forked_child_neither_ends_a_line_nor_holds_it_open(any_ends, dies):
-    end, other = any_ends if dies == "driver" else any_ends[::-1]
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        for line in any_ends:
-            line.close()
-        os.write(there, b"!")
-        signal.pause()
-        os._exit(0)
-    try:
-        os.read(here, 1)
+def test_a_forked_child_neither_ends_a_line_nor_holds_it_open(ends, dies):
+    end, other = ends if dies == "driver" else ends[::-1]
+    with forked():
         end.send(b"still there")
         assert messages(other, 1) == [b"still there"]
         os.close(end._socket.detach())  # as when its process dies
         assert messages(other, 1) == []
         assert other.ended
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(here)
-        os.close(there)
 
 
-@pytest.mark.parametrize("unread", [False, True])
-def test_to_close_is_to_hang_up_whatever_is_unread_and_whoever_has_a_copy(any_ends, unread):
-    driver, worker = any_ends
-    if unread:
-        worker.send(b"never read")
-        driver.send(b"perhaps")
+def test_to_close_is_to_hang_up_whatever_is_unread_and_whoever_has_a_copy(ends):
+    driver, worker = ends
+    worker.send(b"never read")
+    driver.send(b"perhaps")
     copy = os.dup(driver._socket.fileno())  # as a child has one that Python has not forked
     driver.close()
     while not worker.ended:
         worker.wait()
         worker.receive()
-    worker.send(b"into the void")
-    assert not worker.unsent
     os.close(copy)
     driver.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", ["line", "socket"])
 @pytest.mark.parametrize("connected", [False, True])
-def test_a_line_that_the_collector_finds_ends_without_a_warning(kind, connected, first):
-    """Whichever of the line and its socket comes first."""
+def test_a_line_that_the_collector_finds_ends_without_a_warning(kind, connected):
     driver = listening(kind)
     worker = met(driver) if connected else None
     held = driver._socket if connected else driver._listener
-    if first == "line":
-        driver.me = driver
-    else:
-        held.line = driver
-    descriptor = held.fileno()
+    driver.me, held.line, descriptor = driver, driver, held.fileno()
     del driver, held
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -277,31 +266,7 @@ def test_a_line_that_the_collector_finds_ends_without_a_warning(kind, connected,
 # ---- local ones
 
 
-def test_a_pair_is_a_line_and_no_child_has_a_copy_of_the_drivers_end():
-    driver, theirs = pair()
-    driver.send(b"at once")
-    child = os.fork()
-    if not child:
-        worker = Line(LineSocket(fileno=theirs.detach()))
-        worker.send(b"still there" if driver._socket.fileno() < 0 else b"a copy")
-        worker.receive_next()
-        worker.receive_next()
-        os._exit(0)
-    theirs.close()
-    driver.watch(child)
-    assert messages(driver, 1) == [b"still there"]
-    driver.close()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_whoever_does_not_ask_to_wait_does_not(ends):
-    driver, worker = ends
-    assert worker.receive() == driver.receive() == []
-    for end in ends:
-        end.send(bytes(64 * CHUNK_BYTES))  # far more than a socket takes
-        assert end.unsent
-
-
+@local
 def test_a_wait_ends_when_there_is_room_to_send(ends):
     driver, worker = ends
     while not worker.unsent:
@@ -327,8 +292,7 @@ def test_an_address_that_is_not_what_it_says_is_refused():
 def test_another_process_than_the_workers_is_not_let_in():
     driver = DriverLine(lambda pid: pid != os.getpid())
     stranger = connect(driver.address)
-    assert driver.receive() == []
-    assert messages(stranger, 1) == []
+    assert driver.receive() == messages(stranger, 1) == []
     assert stranger.ended
     stranger.close()
     driver.close()
@@ -346,13 +310,11 @@ def test_another_user_is_not_let_in():
     wait_for(driver)
     assert driver.receive() == []
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    worker = connect(driver.address)
-    worker.send(b"a friend")
-    assert messages(driver, 1) == [b"a friend"]
-    worker.close()
+    met(driver).close()
     driver.close()
 
 
+@local
 def test_after_an_interrupt_while_it_is_read_or_sent_nothing_more_comes_or_goes(ends, monkeypatch):
     driver, worker = ends
     worker.send(b"lost")
@@ -361,21 +323,18 @@ def test_after_an_interrupt_while_it_is_read_or_sent_nothing_more_comes_or_goes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interrupting:
-        for name in ("recv_into", "send"):
+        for name, use in (("recv_into", driver.receive), ("send", lambda: driver.send(b"perhaps"))):
             interrupting.setattr(LineSocket, name, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            driver.receive()
-        with pytest.raises(KeyboardInterrupt):
-            driver.send(b"perhaps")
+            with pytest.raises(KeyboardInterrupt):
+                use()
     assert driver.receive() == []
     driver.send(b"neither")
     assert worker.receive() == []
 
 
-def test_the_death_of_the_other_end_kills_nobody_who_has_given_sigpipe_back():
-    driver = listening("local")
-    worker = connect(driver.address)
-    driver.receive()
+@local
+def test_the_death_of_the_other_end_kills_nobody_who_has_given_sigpipe_back(ends):
+    driver, worker = ends
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         worker.close()
@@ -384,12 +343,10 @@ def test_the_death_of_the_other_end_kills_nobody_who_has_given_sigpipe_back():
     finally:
         signal.signal(signal.SIGPIPE, before)
     assert not driver.unsent
-    driver.close()
 
 
 def test_without_a_descriptor_to_let_it_in_a_worker_is_refused_and_not_waited_for():
     driver = listening("local")
-    assert not driver.receive()
     worker = connect(driver.address)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (driver.descriptors[0][0], hard))
@@ -403,23 +360,15 @@ def test_without_a_descriptor_to_let_it_in_a_worker_is_refused_and_not_waited_fo
     assert worker.ended
 
 
-@pytest.mark.parametrize("first", ["connect", "close"])
-def test_nobody_waits_for_a_closed_line_that_a_forked_child_has_a_copy_of(first):
+@pytest.mark.parametrize("connected", [True, False])
+def test_nobody_waits_for_a_closed_line_that_a_forked_child_has_a_copy_of(connected):
     driver = listening("local")
-    child = os.fork()
-    if not child:
-        signal.pause()
-        os._exit(0)
-    try:
-        if first == "connect":
-            worker = connect(driver.address)
-            driver.close()
+    with forked():
+        worker = connect(driver.address) if connected else None
+        driver.close()
+        if connected:
             assert messages(worker, 1) == []  # once the child has closed its copy
             assert worker.ended
         else:
-            driver.close()
             with pytest.raises(LineError, match="refused"):
                 connect(driver.address)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-import signal
 import threading
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from rayloader import interrupts
 from rayloader.interrupts import GuardedLock, new_lock
 
 PACKAGE = Path(rayloader.__file__).parent
-MANY = 300  # interrupts; on Python 3.14 more than one in three finds a bare lock held
 
 
 def use(lock):
@@ -62,29 +60,6 @@ def test_a_lock_is_free_after_an_interrupt_at_any_point_where_python_may_run_a_h
         assert is_free(lock), number
         if not fired:
             break
-
-
-@makers
-def test_a_lock_is_free_after_a_signal_whenever_it_comes(make):
-    lock = make()
-
-    def handler(*_):
-        raise Interrupt
-
-    before, raised = signal.signal(signal.SIGALRM, handler), 0
-    try:
-        for number in range(MANY):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 * (1 + number % 7))
-                for _ in range(100_000):  # not for ever: Python drops what is raised while it runs a finalizer
-                    use(lock)
-            except Interrupt:
-                raised += 1
-            assert is_free(lock), number
-        assert raised
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_all_locks_are_of_new_lock():

@@ -66,6 +66,7 @@ def test_the_page_has_the_public_names_and_no_others():
     assert {*public} == SHOWN.keys()
     assert {*rayloader._MODULES} - {*rayloader.__all__} == NEEDS_PYARROW
     assert {*rayloader.errors.__all__} <= {*rayloader.__all__}
+    assert all(map(inspect.getdoc, SHOWN))
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -74,19 +75,3 @@ def test_the_page_has_all_that_a_class_offers_and_nothing_else(kind):
     listed = SHOWN[kind]
     assert listed is None or sorted(listed) == sorted(members | fields)
     assert all(inspect.getdoc(getattr(kind, name)) for name in members)
-
-
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_attributes_of_objects_are_in_the_text_of_their_class(kind):
-    """As arguments, or as attributes."""
-    bases = [base for base in own_bases(kind) if not dataclasses.is_dataclass(base)]  # whose fields have comments
-    text = "\n".join(inspect.getdoc(base) or "" for base in bases)
-    for base in bases:
-        stored = set(re.findall(r"^ +self\.([a-z]\w*)(?:: [^=]+)? = ", inspect.getsource(base), re.MULTILINE))
-        assert {name for name in stored if not re.search(rf"^ +{name}: ", text, re.MULTILINE)} <= vars(base).keys()
-
-
-def test_what_is_public_has_a_text_that_names_nothing_private():
-    for text in [inspect.getdoc(one) for one in SHOWN] + [rayloader.errors.__doc__]:
-        assert text
-        assert not re.search(r"`_[a-z]\w*`|_compat", text)

@@ -39,19 +39,6 @@ class InfoArray(np.ndarray):
             self.info = getattr(other, "info", None)
 
 
-class SlottedArray(np.ndarray):
-    __slots__ = "missing", "note"
-
-
-class PickledArray(InfoArray):
-    def __reduce__(self):
-        return type(self), (np.asarray(self), "its own")
-
-
-class OwnBytes(bytes):
-    pass
-
-
 class Pair(ctypes.Structure):
     _fields_ = [("a", ctypes.c_int), ("b", ctypes.c_double)]
 
@@ -102,55 +89,34 @@ def per_channel():
 
 KINDS = {
     "bytes": lambda: b"abc",
-    "long bytes": lambda: b"x" * 1000,
-    "own bytes": lambda: OwnBytes(b"abc"),
     "bytearray": lambda: bytearray(b"abc"),
     "array": lambda: array.array("q", [1000, 1001]),
     "ctypes number": lambda: ctypes.c_ushort(5),
     "ctypes array": lambda: (ctypes.c_int * 3)(1, 2, 3),
-    "ctypes grid": lambda: (ctypes.c_short * 3 * 2)(),
-    "ctypes text": lambda: ctypes.create_string_buffer(b"abc"),
     "ctypes structure": lambda: Pair(1, 2.0),
     "ctypes structures": lambda: (Pair * 2)((1, 2.0), (3, 4.0)),
     "scalar": lambda: np.float16(1.5),
-    "time scalar": lambda: np.datetime64("2020-01-01", "D"),
     "record scalar": lambda: RECORDS[0],
     "aligned records": lambda: np.zeros(3, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
     "record array": lambda: RECORDS.view(np.recarray),
-    "objects": lambda: np.array([1, "a", None], object),
     "row of a memory map": lambda: mapped()[3],
     "array with attributes": lambda: InfoArray(np.arange(120.0).reshape(10, 12).T, ["x"]),
     "read-only array with attributes": lambda: read_only(InfoArray(np.arange(100), 1)),
     "objects with attributes": lambda: InfoArray([None, {}], "objects"),
-    "no items with attributes": lambda: InfoArray(np.arange(0).reshape(0, 3), 1),
-    "array with slots": lambda: with_attributes(np.arange(3).view(SlottedArray), note="x"),
-    "array with a pickling of its own": lambda: PickledArray([1], "lost"),
-    "view of a memory map with attributes": lambda: InfoArray(mapped()[3], "x"),
     "masked array": lambda: np.ma.array([1, 2, 3], mask=[0, 1, 0]),
-    "masked array without a mask": lambda: np.ma.array([1, 2]),
     "hard mask": hard,
     "masked records": masked_records,
-    "masked record": lambda: masked_records()[0],
-    "masked objects": lambda: np.ma.array([None, {}], mask=[True, False], dtype=object),
     "masked": lambda: np.ma.masked,
     "parameter": lambda: torch.nn.Parameter(real()),
     "own tensor": lambda: real().as_subclass(OwnTensor),
     "conjugate": conjugated,
-    "transposed conjugate": lambda: conjugated().T,
-    "one of a conjugate": lambda: conjugated()[1, 2],
-    "conjugate that requires grad": lambda: conjugated().detach().requires_grad_(),
     "own conjugate": lambda: conjugated().as_subclass(OwnTensor),
     "negative": lambda: torch._neg_view(real()),
-    "resolved conjugate": lambda: conjugated().resolve_conj(),
-    "imaginary part of a conjugate": lambda: conjugated().imag,
     "tensor with attributes": lambda: with_attributes(real(), note="x"),
     "frozen parameter with attributes": lambda: with_attributes(torch.nn.Parameter(real(), False), note="x"),
     "sparse": lambda: real().to_sparse(),
-    "uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
     "sparse rows": lambda: torch.eye(4).to_sparse_csr(),
-    "sparse columns": lambda: torch.eye(4).to_sparse_csc(),
     "sparse blocks of rows": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
-    "sparse blocks of columns": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
     "sparse parameter": lambda: torch.nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False),
     "sparse that requires grad": lambda: real().to_sparse().requires_grad_(),
     "quantized": lambda: torch.quantize_per_tensor(real(), 0.1, 3, torch.quint8),
@@ -160,10 +126,9 @@ KINDS = {
     "without memory": lambda: torch.empty(3, 4, device="meta"),
     "storage": lambda: real().untyped_storage(),
     "typed storage": lambda: torch.TypedStorage([1.0, 2.0], device="cpu"),
-    "empty storage": lambda: torch.UntypedStorage(0),
 }
 
-TORCH_REFUSES = {"ctypes array", "ctypes grid", "ctypes text", "ctypes structures"}
+TORCH_REFUSES = {"ctypes array", "ctypes structures"}
 # Of these torch gives other values, or drops attributes, that they require grad, or how they are quantized.
 TORCH_CHANGES = {name for name in KINDS if "conjugate" in name or "quantized" in name} - {"own conjugate"}
 TORCH_CHANGES |= {"negative", "tensor with attributes", "frozen parameter with attributes", "row of a memory map"}
@@ -226,13 +191,7 @@ def test_in_a_batch_it_is_what_torch_delivers(kind):
 
 def test_in_a_dataset_it_is_what_a_fork_leaves(kind):
     obj = KINDS[kind]()
-    got, want = described_in_a_worker(obj), described(obj)
-    if kind == "array with a pickling of its own":
-        want["attributes"] = "{'info': 'its own'}"
-    assert got == want
-
-
-def described_in_a_worker(obj):
-    """A failed test would keep the image."""
     image = Image.write(Contents(encode_for_worker({"it": obj})))
-    return described(decode(*open_image(image.address))["it"])
+    got = described(decode(*open_image(image.address))["it"])
+    del image  # which a failed test would keep
+    assert got == described(obj)

@@ -14,22 +14,38 @@ from pickle import PickleBuffer
 import numpy as np
 import pytest
 
-from lines import HERE, LIMIT_S, exchange, messages, met, new_buffer, serve, wait_for
+from lines import HERE, LIMIT_S, messages, met, new_buffer, serve, wait_for
 from rayloader.actors import tcp_line
 from rayloader.actors.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
 from rayloader.transport.lanes import Recycled
-from rayloader.transport.line import Line, LineError, Parcel, packed, unpacked
+from rayloader.transport.line import LineError, Parcel, packed, unpacked
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lines need Linux")
 
 
 @pytest.fixture
-def ends():
+def driver():
+    before = len(os.listdir("/proc/self/fd"))
     driver = TcpDriverLine(HERE, new_buffer)
-    worker = met(driver)
-    yield driver, worker
+    assert repr(driver.address.secret) not in repr(driver.address)
+    assert len(driver.address.secret) == 32
+    yield driver
     driver.close()
+    del driver
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def worker(driver):
+    """The other end, which the driver has let in."""
+    worker = met(driver)
+    yield worker
     worker.close()
+
+
+def senders():
+    return [thread for thread in threading.enumerate() if thread.name == "rayloader-sender"]
 
 
 # ---- messages, and buffers behind them
@@ -56,7 +72,9 @@ def test_buffers_arrive_in_memory_that_is_used_again():
     content = np.arange(1 << 20, dtype=np.uint8)
     addresses = set()
     for _ in range(5):
-        (came,) = exchange(worker, driver, [Parcel(b"batch", [memoryview(content)])])
+        worker.send(Parcel(b"batch", [memoryview(content)]))
+        worker.keep()
+        (came,) = messages(driver, 1)
         array = np.frombuffer(came.buffers[0], np.uint8)
         assert array.tobytes() == content.tobytes()
         array[0] = 7  # it is writable
@@ -64,7 +82,6 @@ def test_buffers_arrive_in_memory_that_is_used_again():
         addresses.add(array.ctypes.data)
         del array, came
     assert len(addresses) == 1
-    assert memory.leased_bytes == 0
     worker.send(Parcel(b"half", [memoryview(content)]))
     driver.receive()
     driver.close()
@@ -74,8 +91,7 @@ def test_buffers_arrive_in_memory_that_is_used_again():
     assert memory.leased_bytes == 0
 
 
-def test_what_is_kept_may_be_written_to_and_is_sent_by_a_thread(ends):
-    driver, worker = ends
+def test_what_is_kept_may_be_written_to_and_is_sent_by_a_thread_that_ends_with_the_line(driver, worker):
     content = np.zeros(32 << 20, np.uint8)
     worker.send(Parcel(b"large", [memoryview(content)]))
     assert worker.unsent, "the socket took it all, so nothing is tried"
@@ -85,39 +101,29 @@ def test_what_is_kept_may_be_written_to_and_is_sent_by_a_thread(ends):
     (large, following) = messages(driver, 2)  # without a flush of the worker's
     assert not np.frombuffer(large.buffers[0], np.uint8).any()
     assert following == b"next"
-    threads = [thread for thread in threading.enumerate() if thread.name == "rayloader-sender"]
-    assert len(threads) == 1
+    (thread,) = senders()
+    worker.send(Parcel(b"never read", [memoryview(content)]))
+    worker.keep()
     worker.close()
-    assert not threads[0].is_alive()
+    assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_line_that_ends_while_its_thread_waits_for_room_ends_that_too(how):
-    driver = TcpDriverLine(HERE, new_buffer)
+def test_a_line_that_is_dropped_while_its_thread_waits_for_room_ends_that_too(driver):
     worker = met(driver)
     worker.send(Parcel(b"large", [memoryview(bytes(32 << 20))]))
     worker.keep()
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "rayloader-sender"]
-    if how == "closed":
-        worker.close()
-    else:
-        assert messages(driver, 1)
-        del worker
-    while not driver.ended:
-        wait_for(driver)
-        driver.read()
+    (thread,) = senders()
+    assert messages(driver, 1)
+    del worker
+    serve(driver, until=lambda: driver.ended)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    driver.close()
 
 
 # ---- silence
 
 
-def test_a_machine_that_gives_no_sign_any_more_is_taken_for_dead(ends, monkeypatch):
-    driver, worker = ends
-    worker.send(b"before")
-    assert messages(driver, 1) == [b"before"]
+def test_a_machine_that_gives_no_sign_any_more_is_taken_for_dead_once_all_is_read(driver, worker, monkeypatch):
     monkeypatch.setattr(tcp_line.TcpSocket, "is_silent", True)
     worker.send(b"arrived before it was noticed")
     wait_for(driver)
@@ -127,23 +133,22 @@ def test_a_machine_that_gives_no_sign_any_more_is_taken_for_dead(ends, monkeypat
     assert driver.ended
 
 
-def test_silence_is_read_from_what_the_system_says_of_the_connection(ends, monkeypatch):
-    driver, worker = ends
+def test_silence_is_read_from_what_the_system_says_of_the_connection(driver, worker, monkeypatch):
     driver.send(b"")
     assert messages(worker, 1) == [b""]
     assert not driver._socket.is_silent
-
-    def told(*, probes=0, unacknowledged=0, last_sign=0):
+    for silent, probes, unacknowledged, last_sign in (
+        (False, 0, 0, 60_000),  # nothing was sent: keepalive asks
+        (False, 0, 1, 1_000),
+        (True, 0, 1, 5_000),
+        (False, 1, 0, 60_000),  # it does not read, and has said so
+        (True, 3, 0, 60_000),
+    ):
         fields = [0] * 32
         fields[3], fields[12], fields[20] = probes, unacknowledged, last_sign  # as in struct tcp_info
-        monkeypatch.setattr(tcp_line.TcpSocket, "getsockopt", lambda *_: tcp_line._TCP_INFO.pack(*fields))
-        return driver._socket.is_silent
-
-    assert not told(last_sign=60_000), "nothing was sent: keepalive asks"
-    assert not told(unacknowledged=1, last_sign=1_000)
-    assert told(unacknowledged=1, last_sign=5_000)
-    assert not told(probes=1, last_sign=60_000), "it does not read, and has said so"
-    assert told(probes=3, last_sign=60_000)
+        told = tcp_line._TCP_INFO.pack(*fields)
+        monkeypatch.setattr(tcp_line.TcpSocket, "getsockopt", lambda *_, told=told: told)
+        assert driver._socket.is_silent is silent
 
 
 # ---- strangers
@@ -167,19 +172,6 @@ def answer_of(found: socket.socket) -> bytes:
     return said
 
 
-@pytest.fixture
-def driver():
-    before = len(os.listdir("/proc/self/fd"))
-    driver = TcpDriverLine(HERE, new_buffer)
-    assert repr(driver.address.secret) not in repr(driver.address)
-    assert len(driver.address.secret) == 32
-    yield driver
-    driver.close()
-    del driver
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 @pytest.mark.parametrize("says", [bytes(64), pickle.dumps("a message") * 100])
 def test_a_stranger_who_answers_wrong_is_turned_away_has_learned_nothing_and_was_not_unpickled(driver, says):
     found = stranger(driver)
@@ -190,10 +182,6 @@ def test_a_stranger_who_answers_wrong_is_turned_away_has_learned_nothing_and_was
     assert len(said) <= len(MAGIC) + 32
     assert driver._socket is None
     assert driver.arrived() == []
-    worker = met(driver)
-    worker.send(b"a friend")
-    assert messages(driver, 1) == [b"a friend"]
-    worker.close()
 
 
 def test_an_answer_can_be_used_once_only(driver):
@@ -225,27 +213,13 @@ def test_strangers_who_say_nothing_hold_up_nobody_and_are_few(driver):
     worker.close()
 
 
-def test_a_worker_that_was_turned_away_for_others_tries_again(driver, monkeypatch):
-    found: list[Line] = []
-    worker = threading.Thread(target=lambda: found.append(connect(driver.address, new_buffer, LIMIT_S)))
-    worker.start()
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "_proves_itself", lambda stranger: False)  # it may have answered by now
-        serve(driver, until=lambda: bool(driver._strangers))
-        driver._send_away()
-    serve(driver, until=lambda: not worker.is_alive())
-    assert found
-    found[0].close()
-
-
 def test_a_secret_that_is_wrong_is_refused_in_time(driver):
     failed: list[Exception] = []
 
     def try_to():
-        try:
+        with pytest.raises(LineError) as caught:
             connect(TcpAddress(HERE, driver.address.port, bytes(32)), new_buffer, 0.2, 0.2)
-        except LineError as error:
-            failed.append(error)
+        failed.append(caught.value)
 
     worker = threading.Thread(target=try_to)
     worker.start()
@@ -274,18 +248,11 @@ def test_whoever_answers_in_the_drivers_place_is_not_believed(says):
         thread.join(LIMIT_S)
 
 
-def test_nobody_listens_any_more_once_the_worker_is_in_or_the_line_is_closed(driver):
-    address = driver.address
-    worker = met(driver)
-    with pytest.raises(LineError, match="refused"):
-        connect(address, new_buffer, 0.2, 0.2)
-    worker.close()
+def test_nobody_listens_any_more_once_the_worker_is_in_or_the_line_is_closed(driver, worker):
     other = TcpDriverLine(HERE, new_buffer)
     other.close()
-    with pytest.raises(LineError, match="refused"):
-        connect(other.address, new_buffer, 0.2, 0.2)
-
-
-def test_an_address_that_is_not_this_machines_can_not_be_listened_at():
+    for address in (driver.address, other.address):
+        with pytest.raises(LineError, match="refused"):
+            connect(address, new_buffer, 0.2, 0.2)
     with pytest.raises(LineError, match="can't listen at"):
         TcpDriverLine("203.0.113.1", new_buffer)
