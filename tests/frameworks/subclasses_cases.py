@@ -139,18 +139,7 @@ def monai():
     return data.DataLoader(data.CacheDataset(images, noise, progress=False), batch_size=3, shuffle=True, num_workers=2)
 
 
-def monai_thread():
-    return real("monai.data").ThreadDataLoader(Augmented(), batch_size=3, shuffle=True, num_workers=2)
-
-
-def torchio():
-    module = real("torchio")
-    subjects = [module.Subject(image=module.ScalarImage(tensor=torch.rand(1, 2, 2, 2))) for _ in range(6)]
-    dataset = module.SubjectsDataset(subjects, transform=module.RandomNoise())
-    return module.SubjectsLoader(dataset, batch_size=2, shuffle=True, num_workers=2)
-
-
-REAL = {"torch_geometric": pyg, "monai": monai, "monai, with a thread": monai_thread, "torchio": torchio}
+REAL = {"torch_geometric": pyg, "monai": monai}
 CASES = STAND_INS | REAL
 
 

@@ -23,20 +23,19 @@ pytestmark = [
     pytest.mark.usefixtures("ray_session"),
     pytest.mark.filterwarnings("default"),  # what the libraries warn of is their own matter
 ]
+full = pytest.mark.full
 COUNT = 12
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Pictures of two classes, in a folder for each, and labels as Ultralytics has them."""
+    """Pictures of two classes, in a folder for each."""
     generator = np.random.default_rng(0)
     for number in range(COUNT):
-        image, label = (tmp_path / kind / f"class{number % 2}" / f"{number:02}.png" for kind in ("images", "labels"))
-        image.parent.mkdir(parents=True, exist_ok=True)
-        label.parent.mkdir(parents=True, exist_ok=True)
+        image = tmp_path / f"class{number % 2}" / f"{number:02}.png"
+        image.parent.mkdir(exist_ok=True)
         Image.fromarray(generator.integers(256, size=(40 + number, 60 - number, 3), dtype=np.uint8)).save(image)
-        label.with_suffix(".txt").write_text(f"{number % 2} 0.5 0.5 0.25 0.25\n")
-    return str(tmp_path / "images")
+    return str(tmp_path)
 
 
 class Mapped(Dataset):
@@ -102,58 +101,20 @@ def monai(folder, cache):
     return Dataset(cache(Dataset(files, transforms.Compose(first))), augmenting)
 
 
-def timm(folder, cache):
-    from timm.data import create_dataset, create_transform
-    from torchvision.transforms import Resize
-
-    dataset = create_dataset("", root=folder, transform=Resize(36))
-    return applied(cache(dataset), create_transform(32, is_training=True, re_prob=0.5))
-
-
-def ultralytics(folder, cache):
-    """With its own `cache="ram"` where `cache` does nothing."""
-    from ultralytics.cfg import get_cfg
-    from ultralytics.data.dataset import YOLODataset
-
-    class Cached(YOLODataset):
-        def build_transforms(self, hyp=None):
-            self.cache = "ram"  # so that a mosaic is made of all images
-            # Without `augment` it keeps no images of its own.
-            self.images = cache(Mapped(YOLODataset(folder, **{**options, "augment": False}).load_image))
-            return super().build_transforms(hyp)
-
-        def load_image(self, index, *_, **__):
-            return self.images[index]
-
-    data = {"names": {0: "a", 1: "b"}, "nc": 2, "channels": 3}
-    options = {"imgsz": 64, "data": data, "hyp": get_cfg(), "augment": True}
-    kind, own = (YOLODataset, "ram") if cache is nothing else (Cached, False)
-    return kind(folder, cache=own, **options)
-
-
 def nothing(dataset):
     """Instead of a cache."""
     return dataset
 
 
-IDIOMS = [
-    albumentations,
-    *(pytest.param(one, marks=pytest.mark.full) for one in (torchvision, monai, timm, ultralytics)),
-]
-
-
 @pytest.mark.parametrize("workers", ["fork", "ray"])
-@pytest.mark.parametrize("idiom", IDIOMS)
-def test_batches_are_those_without_the_cache(idiom, workers, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("idiom", [albumentations, *(pytest.param(one, marks=full) for one in (torchvision, monai))])
+def test_batches_are_those_without_the_cache(idiom, workers, folder):
     if importlib.util.find_spec(idiom.__name__) is None:
         pytest.skip(f"{idiom.__name__} is not installed")
-    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path / "settings"))
     caches, found = [], []
     for how in (nothing, lambda samples: caches.append(rayloader.cached(samples)) or caches[-1]):
         dataset = idiom(folder, how)
-        collate = getattr(dataset, "collate_fn", None)
-        options = {"num_workers": 2, "workers": workers, "shuffle": True, "collate_fn": collate}
-        loader = rayloader.DataLoader(dataset, 3, **options)
+        loader = rayloader.DataLoader(dataset, 3, shuffle=True, num_workers=2, workers=workers)
         seed(0)
         found.append([[told(batch) for batch in loader] for _ in range(3)])
     assert found[0] == found[1]

@@ -28,21 +28,10 @@ pytestmark = [
 ]
 
 
-def made(dataset, loader_class=rayloader.DataLoader, **options):
+def made(dataset, **options):
     """A loader, from the same seed each time."""
     seed(1)
-    return loader_class(dataset, 3, shuffle=isinstance(dataset, Augmented) or None, **options)
-
-
-def stateful(dataset, folder, state, **options):
-    """A program for torchdata's class."""
-    with rayloader.patch():
-        loader = made(dataset, StatefulDataLoader, **options)
-    if state is not None:
-        loader.load_state_dict(state)
-    for _ in range(2):
-        for batch in loader:
-            yield batch.tolist(), loader.state_dict()
+    return rayloader.DataLoader(dataset, 3, shuffle=isinstance(dataset, Augmented) or None, **options)
 
 
 def accelerate(dataset, folder, state, configuration=None, **options):
@@ -89,10 +78,10 @@ def ray_train(dataset, folder, state, **options):
 
 
 def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=None, epochs=2, limit=None, **options):
-    """Of a dataset, or of a loader that is there.
+    """Lightning's.
 
     Args:
-        saves: after each "batch", after each "epoch" by its own callback, or "never".
+        saves: after each "batch", or after each "epoch" by its own callback.
         steps_first: the program reads the number of steps, at which Lightning drops the state (its issue 20550).
         mode: of two loaders that are read together.
         epochs: how many there are.
@@ -120,7 +109,7 @@ def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=Non
             assert not steps_first or self.trainer.estimated_stepping_batches > 0 or isinstance(dataset, Numbers)
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    loader = made(dataset, **options) if isinstance(dataset, (Augmented, Numbers)) else dataset
+    loader = made(dataset, **options)
     if mode is not None:
         together = importlib.import_module("lightning.pytorch.utilities.combined_loader").CombinedLoader
         loader = together({"long": loader, "short": rayloader.DataLoader(type(dataset)(11), 4, **options)}, mode)
@@ -160,7 +149,6 @@ class Row:
 
 IN_LIGHTNING = partial(Row, lightning, full=True)
 ROWS = {
-    "torchdata": Row(stateful),
     "Accelerate": Row(accelerate, workers=(0, 2), configuration={"dispatch_batches": False}),
     "Accelerate with torch's sampler": Row(accelerate, configuration={"use_seedable_sampler": False}, full=True),
     "Accelerate that dispatches": Row(accelerate, configuration={"dispatch_batches": True}),
@@ -209,29 +197,6 @@ def test_a_stream_of_which_lightning_has_drawn_a_batch_before_it_loads_the_state
     told = lightning(Numbers(), tmp_path, None, steps_first=True, num_workers=2)
     with pytest.raises(rayloader.StateError, match="estimated_stepping_batches"):
         lightning(Numbers(), tmp_path, told[2][1], steps_first=True, num_workers=2)
-
-
-@pytest.mark.full
-def test_a_consumer_of_a_share_is_read_by_lightning_from_its_first_batch_or_its_state(tmp_path):
-    """`fit` makes an iterator to look at before the one that it reads."""
-
-    def loader():
-        generator = torch.Generator().manual_seed(5)
-        return rayloader.DataLoader(Augmented(40), 4, shuffle=True, num_workers=1, generator=generator)
-
-    plain = loader()
-    expected = [batch[:, 0].tolist() for _ in range(2) for batch in plain]
-    for taken in (0, 4):
-        state = None
-        if taken:
-            with rayloader.share(loader(), consumers=1) as share:
-                consumer = share.consumer(0)
-                for _, _ in zip(range(taken), consumer, strict=False):
-                    pass
-                state = consumer.state_dict()
-        with rayloader.share(loader(), consumers=1, state=state) as share:
-            found = lightning(share.consumer(0), tmp_path, None, saves="never")
-        assert [[index for index, *_ in batch["one"]] for batch, _ in found] == expected[taken:]
 
 
 @pytest.mark.parametrize("is_patched", [True, False])

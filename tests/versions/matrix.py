@@ -55,8 +55,6 @@ PARTS = {
     "conformance": ["-m", "pytest", "-q", "-m", "not full", "tests/conformance"],
     "integration": ["-m", "pytest", "-q", "-m", "not full", "tests/integration"],
     "faults": ["-m", "pytest", "-q", "-m", "not full", "tests/faults"],
-    "README": ["tests/versions/readme.py"],
-    "README, less": ["tests/versions/readme.py", "all"],
 }
 TELL = "import sys, torch, numpy, ray; print(sys.version.split()[0], *(m.__version__ for m in (torch, numpy, ray)))"
 
