@@ -128,43 +128,6 @@ def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=Non
     return [(batch, folder / f"step={step}.ckpt") for step, batch in enumerate(seen, 1)]
 
 
-class Row:
-    """A program, after which of its steps it is continued, and with what it is run.
-
-    Args:
-        program: see above.
-        steps: how many have been made.
-        datasets: what is read.
-        workers: how many, in turn.
-        full: whether for `make test-full` alone, which else all are but the last number of workers.
-        options: of the program, or of its loader.
-    """
-
-    def __init__(
-        self, program, steps=(1, 7, 8, 11), datasets=(Augmented, Numbers), workers=(2, 0), full=False, **options
-    ):
-        self.program, self.steps, self.datasets, self.options = program, steps, datasets, options
-        self.workers = {number: full or number != workers[-1] for number in workers}
-
-
-IN_LIGHTNING = partial(Row, lightning, full=True)
-ROWS = {
-    "Accelerate": Row(accelerate, workers=(0, 2), configuration={"dispatch_batches": False}),
-    "Accelerate with torch's sampler": Row(accelerate, configuration={"use_seedable_sampler": False}, full=True),
-    "Accelerate that dispatches": Row(accelerate, configuration={"dispatch_batches": True}),
-    "Accelerate's checkpoints": Row(accelerate_saves, (1, 3), workers=(2,)),
-    "Ray Train": Row(ray_train, (1, 3, 4, 6)),
-    "Lightning": IN_LIGHTNING(),
-    "Lightning, a limit": IN_LIGHTNING((2, 3, 6, 7), (Augmented,), epochs=3, limit=3),
-    "Lightning, a limit, persistent": IN_LIGHTNING((2, 3), (Augmented,), (2,), limit=3, persistent_workers=True),
-    "Lightning, steps read": IN_LIGHTNING((3, 8, 11), (Augmented,), steps_first=True),
-    "Lightning, after an epoch": IN_LIGHTNING((8,), (Augmented,), saves="epoch"),
-    "Lightning, min_size": IN_LIGHTNING((1, 2, 3, 4), mode="min_size"),
-    "Lightning, max_size": IN_LIGHTNING((1, 2, 7, 8, 9), mode="max_size"),
-    "Lightning, max_size_cycle": IN_LIGHTNING((1, 2, 7, 8, 9), (Augmented,), mode="max_size_cycle"),
-}
-
-
 CASES = [
     pytest.param(name, dataset, number, marks=[pytest.mark.full] * full)
     for name, row in ROWS.items()

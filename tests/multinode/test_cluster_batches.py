@@ -135,7 +135,7 @@ def test_datasets_and_batches_may_hold_what_is_rays():
     assert [get(reference)[2] for *_, reference in batches] == [2] * 3
 
 
-# ---- loaders in tasks and actors: the one has a CPU, and each of its workers
+# ---- loaders in tasks: the one has a CPU, and each of its workers
 
 
 @ray.remote(num_cpus=1)
@@ -143,34 +143,9 @@ def train(loader):
     return epochs(loader)
 
 
-@ray.remote(num_cpus=1)
-class Trainer:
-    """Keeps its loader, as trainers do."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def train(self):
-        return epochs(self.loader)
-
-    def begin(self):
-        self.iterator = iter(self.loader)
-        return next(self.iterator) is not None
-
-
 @pytest.mark.parametrize("case", ["stream", pytest.param("samples", marks=pytest.mark.full)])
 def test_a_loader_of_a_task_ends_with_it(case):
     check_batches(get(train.remote(made(case))), case)
-    wait_for_free(3)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["samples", "persistent"])
-def test_a_loader_of_an_actor_that_is_killed_in_mid_epoch_ends_with_it(case):
-    trainer = Trainer.remote(made(case))
-    check_batches(get(trainer.train.remote()), case)
-    assert get(trainer.begin.remote())
-    ray.kill(trainer)
     wait_for_free(3)
 
 

@@ -60,11 +60,3 @@ def test_workers_of_both_nodes_have_an_image_each(nodes):
 def test_shared_memory_does_not_reach_another_node():
     with pytest.raises(ReplicaError, match=r"/dev/shm/torch_.*can't be opened on node.*another node.*clone"):
         list(holding(torch.zeros(1000).share_memory_(), look))
-
-
-@pytest.mark.full
-def test_an_open_file_is_an_error_that_names_it(tmp_path):
-    """On one node its workers would be forks; here some would lack it."""
-    with (tmp_path / "data").open("wb") as file, pytest.raises(TypeError, match="cannot pickle") as caught:
-        list(holding({"file": file}, look))
-    assert "It cannot be sent to the workers: dataset.data['file']" in str(caught.value.__notes__)
