@@ -1,8 +1,7 @@
 """Training that a framework saves goes on after any batch with the batches that followed, inside that framework.
 
 Each program of `PROGRAMS` gives the batches of two epochs, each with a state from after it, and can begin with such a
-state. Several frameworks read one batch ahead, and the state counts what the program was given. Where its rows say that
-it is `full`, its framework is installed for `make test-full` alone.
+state. Several frameworks read one batch ahead, and the state counts what the program was given.
 """
 
 import contextlib
@@ -128,11 +127,34 @@ def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=Non
     return [(batch, folder / f"step={step}.ckpt") for step, batch in enumerate(seen, 1)]
 
 
+STEPS, BOTH, MAPS = (1, 7, 8, 11), (Augmented, Numbers), (Augmented,)
+PROGRAMS = [  # after which steps they are continued, what they read, with how many workers, and their options
+    (accelerate, STEPS, BOTH, (2, 0), {"configuration": {"dispatch_batches": False}}),
+    (accelerate, STEPS, BOTH, (0, 2), {"configuration": {"dispatch_batches": True}}),
+    (accelerate, STEPS, MAPS, (0, 2), {"configuration": {"use_seedable_sampler": False}}),
+    (accelerate_saves, (1, 3), BOTH, (2,), {}),
+    (ray_train, (1, 3, 4, 6), BOTH, (0, 2), {}),
+    (lightning, STEPS, BOTH, (0, 2), {}),
+    (lightning, (2, 3, 6, 7), MAPS, (0, 2), {"epochs": 3, "limit": 3}),
+    (lightning, (2, 3), MAPS, (2,), {"limit": 3, "persistent_workers": True}),
+    (lightning, (3, 8, 11), MAPS, (0, 2), {"steps_first": True}),
+    (lightning, (8,), MAPS, (0, 2), {"saves": "epoch"}),
+    (lightning, (1, 2, 3, 4), BOTH, (0, 2), {"mode": "min_size"}),
+    (lightning, (1, 2, 7, 8, 9), BOTH, (0, 2), {"mode": "max_size"}),
+    (lightning, (1, 2, 7, 8, 9), MAPS, (0, 2), {"mode": "max_size_cycle"}),
+]
+# `make test` has the first number of workers, and not Lightning, which is installed for `make test-full`.
 CASES = [
-    pytest.param(name, dataset, number, marks=[pytest.mark.full] * full)
-    for name, row in ROWS.items()
-    for dataset in row.datasets
-    for number, full in row.workers.items()
+    pytest.param(
+        partial(program, num_workers=number, **options),
+        steps,
+        dataset,
+        marks=[pytest.mark.full] * (program is lightning or number != workers[0]),
+        id=f"{program.__name__}, {dataset.__name__}, {number}, {options}",
+    )
+    for program, steps, datasets, workers, options in PROGRAMS
+    for dataset in datasets
+    for number in workers
 ]
 
 
@@ -143,15 +165,13 @@ def accelerate_forgets():
         state._reset_state()
 
 
-@pytest.mark.parametrize(("name", "dataset", "num_workers"), CASES)
-def test_training_goes_on_with_the_batches_that_followed(name, dataset, num_workers, tmp_path):
-    row = ROWS[name]
-    program = partial(row.program, dataset(), tmp_path, num_workers=num_workers, **row.options)
+@pytest.mark.parametrize(("program", "steps", "dataset"), CASES)
+def test_training_goes_on_with_the_batches_that_followed(program, steps, dataset, tmp_path):
     with rayloader.patch():
-        told = list(program(None))
+        told = list(program(dataset(), tmp_path, None))
         batches = [batch for batch, _ in told]
-        for step in row.steps:
-            rest = [batch for batch, _ in program(told[step - 1][1])]
+        for step in steps:
+            rest = [batch for batch, _ in program(dataset(), tmp_path, told[step - 1][1])]
             assert rest[: len(batches) - step] == batches[step:], step  # some go on after the second epoch
 
 
