@@ -10,7 +10,6 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rayloader
-from inside import actors_of
 from multinode_data import calls, origin
 from multinode_waiting import get, wait_for_free
 from rayloader import WorkerStartError
@@ -27,13 +26,6 @@ def load(num_workers, **options):
     return calls(origin, 4 * num_workers, num_workers, **options)
 
 
-def where(num_workers, **options):
-    """How many workers run on which node."""
-    found = list(load(num_workers, **options))
-    assert found[num_workers:] == found[:num_workers] * 3
-    return Counter(node_id for node_id, _ in found[:num_workers])
-
-
 # ---- where they are
 
 
@@ -45,13 +37,6 @@ def test_each_worker_asks_for_a_cpu_and_keeps_it_while_it_is_warm(nodes, grace_e
     wait_for_free(0)
     grace_ends()
     wait_for_free(CPUS)  # though the loader lives
-
-
-def test_the_drivers_node_is_filled_before_others(add_node):
-    """Ray by itself fills half of it, and goes on elsewhere."""
-    own = add_node(num_cpus=4, own=1).node_id
-    driver = ray.remote(where).options(num_cpus=0, resources={"own": 1})
-    assert get(driver.remote(5))[own] == 4
 
 
 def test_workers_within_a_placement_group(short_limit, nodes):
@@ -152,13 +137,3 @@ def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(batches, no
     )
     assert [text in message for message in caplog.messages].count(True) == 1
     assert len(list(loader)) == 4
-
-
-def test_the_workers_of_several_iterators_are_asked_for_at_once():
-    """`iter()` does not wait for workers that are yet to start, be there room for them or not."""
-    first = load(2, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
-    second = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
-    iterators = [iter(first), iter(second)]
-    assert [actor.address for iterator in iterators for actor in actors_of(iterator)] == [None] * 3
-    assert len(list(iterators[0])) == 8
-    assert len(list(iterators[1])) == 4, "idle workers of the first have made room"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inside import image_files
-from multinode_data import AWAY, ON_EACH, as_is, origin
+from multinode_data import AWAY, as_is, origin
 from rayloader import DataLoader, ReplicaError
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
@@ -49,12 +49,6 @@ def test_two_workers_of_another_node_share_one_image(nodes):
     assert {seen[-1] for seen in loader} == images, "it was shipped a second time"
     loader.dataset.data[0] = 1
     assert {(total, names in images) for total, *_, names in loader} == {(TOTAL + 1, False)}
-
-
-@pytest.mark.full
-def test_workers_of_both_nodes_have_an_image_each(nodes):
-    totals, places, _, images = map(set, zip(*holding(torch.arange(300_000), look, ON_EACH), strict=True))
-    assert (totals, places, len(images)) == ({TOTAL}, {nodes.here, nodes.away}, 2)
 
 
 def test_shared_memory_does_not_reach_another_node():

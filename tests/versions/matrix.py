@@ -17,10 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README, BEGIN, END = ROOT / "README.md", "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
-INSTALLED = (
-    "torch numpy ray cloudpickle pyarrow pytest hypothesis psutil packaging kubernetes-validate pillow rich typer"
-)
-INSTALLED += " scikit-learn h5py datasets accelerate albumentations torchdata tqdm matplotlib"
+INSTALLED = "torch numpy ray cloudpickle pyarrow pytest hypothesis psutil packaging kubernetes-validate pillow rich"
+INSTALLED += " typer scikit-learn h5py datasets accelerate albumentations torchdata tqdm matplotlib"
 OLDEST = ["numpy==2.0.0", "cloudpickle==3.0.0", "ray==2.52.1"]
 
 # Name: Python, and what is installed in other versions than the newest.
