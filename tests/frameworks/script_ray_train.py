@@ -2,7 +2,7 @@
 
 python script_ray_train.py FOLDER restarted   they fail in mid-epoch, and go on from their checkpoint
 python script_ray_train.py FOLDER unprepared  without prepare_data_loader; the workers ask for CPUs, as by default
-python script_ray_train.py FOLDER tuned       trials of Ray Tune, which hold all CPUs, with default arguments
+python script_ray_train.py FOLDER tuned       trials of Ray Tune, with default arguments, beside CPUs that are free
 
 FOLDER is for what is written meanwhile.
 """
@@ -87,7 +87,7 @@ def check_trainers(name, folder):
 
 
 def check_trials(folder):
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(num_cpus=4, include_dashboard=False)  # one for each trial, and one for each worker
     settings = {"run_config": tune.RunConfig(storage_path=str(folder))}
     results = tune.Tuner(trial, param_space={"batch_size": tune.grid_search([10, 20])}, **settings).fit()
     assert not results.errors, results.errors
