@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
         ("samples", AWAY),
         ("stream", ON_EACH),
         pytest.param("big", AWAY, marks=pytest.mark.full),
-        pytest.param("persistent", {"label_selector": {"place": "away"}}, marks=pytest.mark.full),
+        pytest.param("samples", {"label_selector": {"place": "away"}}, marks=pytest.mark.full),
         pytest.param("samples", "a node", marks=pytest.mark.full),
     ],
 )
