@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 
 import rayloader
 from framework_data import Augmented, Numbers, seed
-from rayloader.plans import TokenBudget
-from trainings_cases import FRAMEWORKS, LENGTHS, lightning, trained
+from trainings_cases import FRAMEWORKS, lightning, trained
 
 FRAMEWORKS["Lightning"] = lambda *given: lightning(*given, devices=2, strategy="ddp")
 NAMES = {
@@ -37,7 +36,7 @@ def read(loader):
 
 
 def resume_in_accelerate():
-    """Streams, uneven parts, a plan of which each rank has a part, and states."""
+    """Streams, uneven parts, and states."""
     for data, how in [
         (Numbers(24), {"dispatch_batches": False}),
         (Numbers(24), {}),
@@ -49,13 +48,6 @@ def resume_in_accelerate():
             assert read(prepared(data, **options)) == expected, how
 
     with rayloader.patch(ray_remote_args={"num_cpus": 0}):
-        plan = TokenBudget(LENGTHS, 60, seed=1, num_replicas=2)
-        part = read(prepared(range(80), rayloader.DataLoader, 0, {"even_batches": False}, batch_sampler=plan))
-        parts = [None, None]
-        torch.distributed.all_gather_object(parts, part)
-        assert len(parts[0]) == len(parts[1])
-        assert sorted(number for batches in parts for batch in batches for number in batch) == [*range(80)]
-
         for how in ({}, {"even_batches": False}, {"use_seedable_sampler": False}, {"dispatch_batches": True}):
             options = {"batch_size": 3, "shuffle": True, "configuration": how}
             loader = prepared(Augmented(24), **options)

@@ -2,8 +2,7 @@
 
 python script_ray_train.py FOLDER restarted   they fail in mid-epoch, and go on from their checkpoint
 python script_ray_train.py FOLDER unprepared  without prepare_data_loader; the workers ask for CPUs, as by default
-python script_ray_train.py FOLDER patched     torch's loaders under a patch, which prepare_data_loader makes anew
-python script_ray_train.py FOLDER tuned       trials of Ray Tune, which hold all CPUs, with default arguments
+python script_ray_train.py FOLDER tuned       trials of Ray Tune, with default arguments, beside CPUs that are free
 
 FOLDER is for what is written meanwhile.
 """
@@ -16,7 +15,6 @@ from pathlib import Path
 import ray.train.torch
 import torch
 from ray import tune
-from torch.utils.data import DataLoader, DistributedSampler
 
 import rayloader
 
@@ -59,13 +57,6 @@ def unprepared(rank):
     return [True, [batch for _, batch in epochs(loader, loader.set_epoch)]]
 
 
-def patched(rank):
-    with rayloader.patch(ray_remote_args={"num_cpus": 0}):
-        loader = ray.train.torch.prepare_data_loader(DataLoader(range(48), 4, shuffle=True, num_workers=1))
-    batches = [batch for _, batch in epochs(loader, loader.sampler.set_epoch)]
-    return ["rayloader.epoch.iterator" in sys.modules, batches]
-
-
 def train(name, folder):
     """What each trainer runs."""
     rank = ray.train.get_context().get_world_rank()
@@ -78,7 +69,7 @@ def trial(config):
     tune.report({"batches": len(loader)})
 
 
-CASES = {"restarted": restarted, "unprepared": unprepared, "patched": patched}
+CASES = {"restarted": restarted, "unprepared": unprepared}
 
 
 def check_trainers(name, folder):
@@ -90,15 +81,13 @@ def check_trainers(name, folder):
         ),
     ).fit()
     for rank in (0, 1):
-        sampler = DistributedSampler(range(48), 2, rank)
-        torchs = epochs(DataLoader(range(48), 4, sampler=sampler), sampler.set_epoch)
-        whole = epochs(loader := ours(rank), loader.set_epoch)
-        expected = [batch for _, batch in (torchs if name == "patched" else whole)]
+        loader = ours(rank)
+        expected = [batch for _, batch in epochs(loader, loader.set_epoch)]
         assert json.loads((folder / f"{rank}.json").read_text()) == [True, expected]
 
 
 def check_trials(folder):
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init(num_cpus=4, include_dashboard=False)  # one for each trial, and one for each worker
     settings = {"run_config": tune.RunConfig(storage_path=str(folder))}
     results = tune.Tuner(trial, param_space={"batch_size": tune.grid_search([10, 20])}, **settings).fit()
     assert not results.errors, results.errors

@@ -13,7 +13,7 @@ import warnings
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
 
 from framework_data import Augmented, Numbers, seed, write_results
@@ -33,29 +33,6 @@ class Nodes(DataLoader):
 
     def _get_iterator(self):
         return map(torch.neg, super()._get_iterator())
-
-
-class Seeded(DataLoader):
-    """As MONAI's: the dataset's own generator is seeded in each worker."""
-
-    def __init__(self, dataset, num_workers=0, **others):
-        super().__init__(dataset, num_workers=num_workers, worker_init_fn=reseed, **others)
-
-
-def reseed(worker_id):
-    info = torch.utils.data.get_worker_info()
-    info.dataset.generator.seed(info.seed)
-
-
-class Randomized(Dataset):
-    def __init__(self):
-        self.generator = random.Random(0)
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return index, self.generator.random()
 
 
 class Repeated:
@@ -107,7 +84,6 @@ class Fake:
 
 STAND_INS = {
     "nodes": lambda: Nodes(Augmented(), batch_size=4, shuffle=True, num_workers=2),
-    "seeded": lambda: Seeded(Randomized(), batch_size=4, num_workers=2),
     "endless": lambda: Endless(Augmented(), batch_size=4, shuffle=True, num_workers=2),
     "fake": lambda: Fake(2),
 }
@@ -139,18 +115,7 @@ def monai():
     return data.DataLoader(data.CacheDataset(images, noise, progress=False), batch_size=3, shuffle=True, num_workers=2)
 
 
-def monai_thread():
-    return real("monai.data").ThreadDataLoader(Augmented(), batch_size=3, shuffle=True, num_workers=2)
-
-
-def torchio():
-    module = real("torchio")
-    subjects = [module.Subject(image=module.ScalarImage(tensor=torch.rand(1, 2, 2, 2))) for _ in range(6)]
-    dataset = module.SubjectsDataset(subjects, transform=module.RandomNoise())
-    return module.SubjectsLoader(dataset, batch_size=2, shuffle=True, num_workers=2)
-
-
-REAL = {"torch_geometric": pyg, "monai": monai, "monai, with a thread": monai_thread, "torchio": torchio}
+REAL = {"torch_geometric": pyg, "monai": monai}
 CASES = STAND_INS | REAL
 
 

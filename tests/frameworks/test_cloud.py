@@ -10,7 +10,6 @@ import torch
 from pyarrow import fs, parquet
 from torch.utils.data import DataLoader as TorchDataLoader
 
-import rayloader
 from rayloader import DataLoader, ParquetStream, ShuffleBuffer
 
 pytestmark = [
@@ -83,17 +82,3 @@ def test_a_uri_is_read_and_an_epoch_continued(uri, workers):
     resumed = DataLoader(stream(), 16, **options)
     resumed.load_state_dict(state)
     assert numbers(resumed) == rest
-
-
-def test_a_filesystem_that_was_used_needs_actors_and_a_file_that_is_not_there_comes_with_the_first_batch(uri):
-    filesystem, path = fs.FileSystem.from_uri(uri.format("bucket/data"))
-    stream = ParquetStream(path, filesystem=filesystem)
-    batches = numbers(DataLoader(stream, 16, num_workers=2, workers="ray"))
-    assert sorted(itertools.chain(*batches)) == list(range(ROWS))
-    lost = ParquetStream(uri.format("bucket/lost"))
-    for one, error, text in [
-        (stream, rayloader.RayloaderError, 'does not survive a fork; use workers="ray"'),
-        (lost, FileNotFoundError, r"there is no file or folder for a ParquetStream at .*bucket/lost"),
-    ]:
-        with pytest.raises(error, match=text):
-            next(iter(DataLoader(one, 16, num_workers=2, workers="fork")))

@@ -17,7 +17,7 @@ def test_two_ranks(framework):
     assert run_script("script_ranks.py", framework, launcher=launcher, **environment).count("the end") == 2
 
 
-@pytest.mark.parametrize("case", ["restarted", "unprepared", "patched", "tuned"])
+@pytest.mark.parametrize("case", ["restarted", "unprepared", "tuned"])
 def test_trainers_and_trials_of_ray(case, tmp_path):
     """See the script."""
     address = "local" if case == "tuned" else ray.get_runtime_context().gcs_address

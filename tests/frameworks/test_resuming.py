@@ -1,8 +1,7 @@
 """Training that a framework saves goes on after any batch with the batches that followed, inside that framework.
 
 Each program of `PROGRAMS` gives the batches of two epochs, each with a state from after it, and can begin with such a
-state. Several frameworks read one batch ahead, and the state counts what the program was given. Where its rows say that
-it is `full`, its framework is installed for `make test-full` alone.
+state. Several frameworks read one batch ahead, and the state counts what the program was given.
 """
 
 import contextlib
@@ -28,21 +27,10 @@ pytestmark = [
 ]
 
 
-def made(dataset, loader_class=rayloader.DataLoader, **options):
+def made(dataset, **options):
     """A loader, from the same seed each time."""
     seed(1)
-    return loader_class(dataset, 3, shuffle=isinstance(dataset, Augmented) or None, **options)
-
-
-def stateful(dataset, folder, state, **options):
-    """A program for torchdata's class."""
-    with rayloader.patch():
-        loader = made(dataset, StatefulDataLoader, **options)
-    if state is not None:
-        loader.load_state_dict(state)
-    for _ in range(2):
-        for batch in loader:
-            yield batch.tolist(), loader.state_dict()
+    return rayloader.DataLoader(dataset, 3, shuffle=isinstance(dataset, Augmented) or None, **options)
 
 
 def accelerate(dataset, folder, state, configuration=None, **options):
@@ -89,10 +77,10 @@ def ray_train(dataset, folder, state, **options):
 
 
 def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=None, epochs=2, limit=None, **options):
-    """Of a dataset, or of a loader that is there.
+    """Lightning's.
 
     Args:
-        saves: after each "batch", after each "epoch" by its own callback, or "never".
+        saves: after each "batch", or after each "epoch" by its own callback.
         steps_first: the program reads the number of steps, at which Lightning drops the state (its issue 20550).
         mode: of two loaders that are read together.
         epochs: how many there are.
@@ -120,7 +108,7 @@ def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=Non
             assert not steps_first or self.trainer.estimated_stepping_batches > 0 or isinstance(dataset, Numbers)
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    loader = made(dataset, **options) if isinstance(dataset, (Augmented, Numbers)) else dataset
+    loader = made(dataset, **options)
     if mode is not None:
         together = importlib.import_module("lightning.pytorch.utilities.combined_loader").CombinedLoader
         loader = together({"long": loader, "short": rayloader.DataLoader(type(dataset)(11), 4, **options)}, mode)
@@ -139,49 +127,34 @@ def lightning(dataset, folder, state, saves="batch", steps_first=False, mode=Non
     return [(batch, folder / f"step={step}.ckpt") for step, batch in enumerate(seen, 1)]
 
 
-class Row:
-    """A program, after which of its steps it is continued, and with what it is run.
-
-    Args:
-        program: see above.
-        steps: how many have been made.
-        datasets: what is read.
-        workers: how many, in turn.
-        full: whether for `make test-full` alone, which else all are but the last number of workers.
-        options: of the program, or of its loader.
-    """
-
-    def __init__(
-        self, program, steps=(1, 7, 8, 11), datasets=(Augmented, Numbers), workers=(2, 0), full=False, **options
-    ):
-        self.program, self.steps, self.datasets, self.options = program, steps, datasets, options
-        self.workers = {number: full or number != workers[-1] for number in workers}
-
-
-IN_LIGHTNING = partial(Row, lightning, full=True)
-ROWS = {
-    "torchdata": Row(stateful),
-    "Accelerate": Row(accelerate, workers=(0, 2), configuration={"dispatch_batches": False}),
-    "Accelerate with torch's sampler": Row(accelerate, configuration={"use_seedable_sampler": False}, full=True),
-    "Accelerate that dispatches": Row(accelerate, configuration={"dispatch_batches": True}),
-    "Accelerate's checkpoints": Row(accelerate_saves, (1, 3), workers=(2,)),
-    "Ray Train": Row(ray_train, (1, 3, 4, 6)),
-    "Lightning": IN_LIGHTNING(),
-    "Lightning, a limit": IN_LIGHTNING((2, 3, 6, 7), (Augmented,), epochs=3, limit=3),
-    "Lightning, a limit, persistent": IN_LIGHTNING((2, 3), (Augmented,), (2,), limit=3, persistent_workers=True),
-    "Lightning, steps read": IN_LIGHTNING((3, 8, 11), (Augmented,), steps_first=True),
-    "Lightning, after an epoch": IN_LIGHTNING((8,), (Augmented,), saves="epoch"),
-    "Lightning, min_size": IN_LIGHTNING((1, 2, 3, 4), mode="min_size"),
-    "Lightning, max_size": IN_LIGHTNING((1, 2, 7, 8, 9), mode="max_size"),
-    "Lightning, max_size_cycle": IN_LIGHTNING((1, 2, 7, 8, 9), (Augmented,), mode="max_size_cycle"),
-}
-
-
+STEPS, BOTH, MAPS = (1, 7, 8, 11), (Augmented, Numbers), (Augmented,)
+PROGRAMS = [  # after which steps they are continued, what they read, with how many workers, and their options
+    (accelerate, STEPS, BOTH, (2, 0), {"configuration": {"dispatch_batches": False}}),
+    (accelerate, STEPS, BOTH, (0, 2), {"configuration": {"dispatch_batches": True}}),
+    (accelerate, STEPS, MAPS, (0, 2), {"configuration": {"use_seedable_sampler": False}}),
+    (accelerate_saves, (1, 3), BOTH, (2,), {}),
+    (ray_train, (1, 3, 4, 6), BOTH, (0, 2), {}),
+    (lightning, STEPS, BOTH, (0, 2), {}),
+    (lightning, (2, 3, 6, 7), MAPS, (0, 2), {"epochs": 3, "limit": 3}),
+    (lightning, (2, 3), MAPS, (2,), {"limit": 3, "persistent_workers": True}),
+    (lightning, (3, 8, 11), MAPS, (0, 2), {"steps_first": True}),
+    (lightning, (8,), MAPS, (0, 2), {"saves": "epoch"}),
+    (lightning, (1, 2, 3, 4), BOTH, (0, 2), {"mode": "min_size"}),
+    (lightning, (1, 2, 7, 8, 9), BOTH, (0, 2), {"mode": "max_size"}),
+    (lightning, (1, 2, 7, 8, 9), MAPS, (0, 2), {"mode": "max_size_cycle"}),
+]
+# `make test` has the first number of workers, and not Lightning, which is installed for `make test-full`.
 CASES = [
-    pytest.param(name, dataset, number, marks=[pytest.mark.full] * full)
-    for name, row in ROWS.items()
-    for dataset in row.datasets
-    for number, full in row.workers.items()
+    pytest.param(
+        partial(program, num_workers=number, **options),
+        steps,
+        dataset,
+        marks=[pytest.mark.full] * (program is lightning or number != workers[0]),
+        id=f"{program.__name__}, {dataset.__name__}, {number}, {options}",
+    )
+    for program, steps, datasets, workers, options in PROGRAMS
+    for dataset in datasets
+    for number in workers
 ]
 
 
@@ -192,15 +165,13 @@ def accelerate_forgets():
         state._reset_state()
 
 
-@pytest.mark.parametrize(("name", "dataset", "num_workers"), CASES)
-def test_training_goes_on_with_the_batches_that_followed(name, dataset, num_workers, tmp_path):
-    row = ROWS[name]
-    program = partial(row.program, dataset(), tmp_path, num_workers=num_workers, **row.options)
+@pytest.mark.parametrize(("program", "steps", "dataset"), CASES)
+def test_training_goes_on_with_the_batches_that_followed(program, steps, dataset, tmp_path):
     with rayloader.patch():
-        told = list(program(None))
+        told = list(program(dataset(), tmp_path, None))
         batches = [batch for batch, _ in told]
-        for step in row.steps:
-            rest = [batch for batch, _ in program(told[step - 1][1])]
+        for step in steps:
+            rest = [batch for batch, _ in program(dataset(), tmp_path, told[step - 1][1])]
             assert rest[: len(batches) - step] == batches[step:], step  # some go on after the second epoch
 
 
@@ -209,29 +180,6 @@ def test_a_stream_of_which_lightning_has_drawn_a_batch_before_it_loads_the_state
     told = lightning(Numbers(), tmp_path, None, steps_first=True, num_workers=2)
     with pytest.raises(rayloader.StateError, match="estimated_stepping_batches"):
         lightning(Numbers(), tmp_path, told[2][1], steps_first=True, num_workers=2)
-
-
-@pytest.mark.full
-def test_a_consumer_of_a_share_is_read_by_lightning_from_its_first_batch_or_its_state(tmp_path):
-    """`fit` makes an iterator to look at before the one that it reads."""
-
-    def loader():
-        generator = torch.Generator().manual_seed(5)
-        return rayloader.DataLoader(Augmented(40), 4, shuffle=True, num_workers=1, generator=generator)
-
-    plain = loader()
-    expected = [batch[:, 0].tolist() for _ in range(2) for batch in plain]
-    for taken in (0, 4):
-        state = None
-        if taken:
-            with rayloader.share(loader(), consumers=1) as share:
-                consumer = share.consumer(0)
-                for _, _ in zip(range(taken), consumer, strict=False):
-                    pass
-                state = consumer.state_dict()
-        with rayloader.share(loader(), consumers=1, state=state) as share:
-            found = lightning(share.consumer(0), tmp_path, None, saves="never")
-        assert [[index for index, *_ in batch["one"]] for batch, _ in found] == expected[taken:]
 
 
 @pytest.mark.parametrize("is_patched", [True, False])

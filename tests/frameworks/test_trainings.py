@@ -5,7 +5,7 @@ import pytest
 import rayloader
 from framework_data import Quiet, Sums
 from rayloader.frameworks import readers
-from trainings_cases import MODES, SETTINGS, trained
+from trainings_cases import SETTINGS, trained
 
 pytestmark = [
     pytest.mark.usefixtures("ray_session"),
@@ -14,20 +14,22 @@ pytestmark = [
 PLANS = ("budget", "packing", "mixture")
 
 # What `make test` runs, and what only `make test-full` does: Lightning and Transformers are installed for it alone.
-SAMPLE = ["Accelerate, noise, 2", "Accelerate with torch's sampler, noise, 0", "Ray Train, noise, 2"]
-SAMPLE += [
+SAMPLE = [
+    "Accelerate, noise, 2",
+    "Accelerate with torch's sampler, noise, 0",
+    "Accelerate that dispatches, noise, 2",
+    "Accelerate, Parquet, 0",
+    *(f"Accelerate, {plan}, 0" for plan in PLANS),
+    "Ray Train, noise, 2",
     "torch, rows, 2p",
     "torch, rows as a stream, 0",
-    "Accelerate, Parquet, 0",
-    "Accelerate that dispatches, noise, 2",
 ]
-SAMPLE += [f"Accelerate, {plan}, 0" for plan in PLANS]
-FULL = [f"{name}, noise, {one}" for name in ("Accelerate", "Lightning", "Transformers") for one in SETTINGS]
-FULL += [f"Accelerate {how}, noise, 2" for how in ("with torch's sampler", "that splits")]
-FULL += [f"{name}, {data}, 1" for name in ("Lightning", "Transformers") for data in (*PLANS, "Parquet")]
-FULL += [f"Lightning {mode}, noise, {one}" for mode in MODES for one in ("0", "2", "2p")]
-FULL += [f"torch, {data}, {one}" for data in ("rows", "rows as a stream") for one in SETTINGS]
-FULL += [f"tokens of Transformers, rows, {one}" for one in ("0", "2")]
+FULL = [
+    *(f"{name}, noise, {one}" for name in ("Accelerate", "Lightning", "Transformers") for one in SETTINGS),
+    *(f"Accelerate {how}, noise, 2" for how in ("with torch's sampler", "that splits")),
+    *(f"{name}, {data}, 1" for name in ("Lightning", "Transformers") for data in (*PLANS, "Parquet")),
+    *(f"torch, {data}, {one}" for data in ("rows", "rows as a stream") for one in SETTINGS),
+]
 NAMES = [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in FULL if name not in SAMPLE)]
 
 

@@ -33,8 +33,6 @@ SETTINGS = {
     "2p": {"num_workers": 2, "persistent_workers": True},
 }
 
-MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]  # of Lightning's loaders that are read together
-
 # ---- what is trained on
 
 LENGTHS = [1 + 7 * number % 19 for number in range(80)]
@@ -103,7 +101,7 @@ def accelerate(model, *loaders, **configuration):
 
 
 def module_of(model):
-    """What Lightning trains: it may be given the batches of several loaders at once, by their names."""
+    """What Lightning trains."""
     importlib.import_module("any_torchvision")
     lightning = importlib.import_module("lightning.pytorch")
 
@@ -113,8 +111,7 @@ def module_of(model):
             self.model = model
 
         def training_step(self, batch, *_):
-            batches = [batch] if "inputs" in batch else [one for one in batch.values() if one is not None]
-            return sum(self.model(**one)["loss"] for one in batches)
+            return self.model(**batch)["loss"]
 
         validation_step = training_step
 
@@ -131,17 +128,6 @@ def lightning(model, *loaders, **options):
     options = {"max_epochs": 2, "accelerator": "cpu", "val_check_interval": 4, **options}
     trainer = importlib.import_module("lightning.pytorch").Trainer(**dict.fromkeys(quiet, False), **options)
     trainer.fit(module, *loaders)
-
-
-def combined(mode, model, *loaders):
-    """The two loaders at once; in the mode that is for evaluation alone, evaluated twice."""
-    importlib.import_module("any_torchvision")
-    together = importlib.import_module("lightning.pytorch.utilities.combined_loader").CombinedLoader
-    names = dict(zip(("long", "short"), loaders, strict=True))
-    if mode == "sequential":
-        lightning(model, loaders[0], together(names, mode))
-    else:
-        lightning(model, together(names, mode), val_check_interval=1.0)
 
 
 def transformers(model, loader, evaluation):
@@ -171,25 +157,6 @@ def transformers(model, loader, evaluation):
         Trainer(model, arguments, train_dataset=loader.dataset).train()
 
 
-def tokenized(model, loader, _):
-    """Not trained, but read: what a collator of Transformers makes of texts of different lengths."""
-    importlib.import_module("any_torchvision")
-    transformers, tokenizers = map(importlib.import_module, ("transformers", "tokenizers"))
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "low": 2}, unk_token="[UNK]"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
-    texts = datasets.Dataset.from_dict({"text": ["low " * (number % 5) for number in range(26)]})
-    texts = texts.map(lambda row: tokens(row["text"]), remove_columns="text")
-    collator = transformers.DataCollatorWithPadding(tokens)
-    options = {"shuffle": True, "collate_fn": collator, "num_workers": loader.num_workers}
-    if isinstance(loader, rayloader.DataLoader):
-        made = rayloader.DataLoader(texts, 3, **options, on_error=loader.on_error)
-    else:
-        made = DataLoader(texts, 3, **options)
-    for batch in made:
-        model.seen.append({name: value.tolist() for name, value in batch.items()})
-
-
 @contextlib.contextmanager
 def as_trainer_of_two():
     """Ray Train's `prepare_data_loader` as the second of two trainers has it."""
@@ -217,9 +184,7 @@ FRAMEWORKS = {
     "Accelerate that splits": partial(accelerate, split_batches=True),
     "Accelerate that dispatches": partial(accelerate, dispatch_batches=True),
     "Lightning": lightning,
-    **{f"Lightning {mode}": partial(combined, mode) for mode in MODES},
     "Transformers": transformers,
-    "tokens of Transformers": tokenized,
     "Ray Train": ray_train,
 }
 

@@ -68,7 +68,6 @@ CASES = {
     "samples": lambda: {"dataset": Calls(augmented, 22), "batch_size": 4, "shuffle": True},
     "big": lambda: {"dataset": Calls(big, 12), "batch_size": 4, "shuffle": True},
     "stream": lambda: {"dataset": Stream(), "batch_size": 3, "num_replicas": 2, "rank": 1},
-    "persistent": lambda: CASES["samples"]() | {"persistent_workers": True},
 }
 
 

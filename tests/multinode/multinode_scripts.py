@@ -44,10 +44,6 @@ def calls_init():
     return never_calls_init()
 
 
-def starts_its_own():
-    return facts(list(load(workers="ray")))
-
-
 def is_killed_in_mid_epoch():
     iterator = iter(load(length=100))
     print(json.dumps(facts([next(iterator) for _ in range(4)])), flush=True)

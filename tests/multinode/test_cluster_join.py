@@ -37,14 +37,6 @@ def test_a_program_with_ray_address_joins_the_cluster_and_leaves_nothing_there(n
     wait_until(lambda: not living_actors(result.job), "the program's actors are dead")
 
 
-@full
-def test_a_program_without_ray_address_starts_its_own(nodes, run_script):
-    """Though Ray has noted the cluster as this machine's current one."""
-    result = run_script("starts_its_own", RAY_ADDRESS="")
-    assert result.address != nodes.address
-    wait_for_exit(result.pids)
-
-
 def test_nothing_that_a_program_waits_for_asks_the_gcs(run_script):
     """Whose processes run, on two nodes: it goes on while the GCS is away."""
     result = run_script("works_without_the_gcs")

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from multinode_data import calls, origin
-from multinode_waiting import get, remove_nodes, wait_for_exit
+from multinode_waiting import get, wait_for_exit
 from rayloader import WorkerDiedError
 
 pytestmark = pytest.mark.multinode
@@ -105,29 +105,3 @@ def test_a_node_that_goes_between_epochs(doomed, nodes):
     assert {node_id for node_id, _ in loader} == {doomed.node_id}
     doomed.remove(graceful=True)
     assert [node_id for node_id, _ in loader] == [nodes.away] * 4
-
-
-@full
-def test_the_worker_of_a_node_that_vanished_gets_a_process_where_room_comes(nodes, add_node, tmp_path):
-    """The other one goes on meanwhile."""
-    origins, noted = Origins(tmp_path / "origins"), []
-
-    def sample(index):
-        if not noted:  # by this process
-            noted.append(index)
-            origins.note(index)
-        return index
-
-    one, other = add_node(pair=1), add_node(pair=1)
-    loader = calls(sample, 400_000, 2, ray_remote_args={"num_cpus": 0, "resources": {"pair": 1}})
-    iterator = enumerate(loader)
-    assert [next(iterator) for _ in range(20)] == [(index, index) for index in range(20)]
-    assert {node_id for _, node_id, _ in origins.read()} == {one.node_id, other.node_id}
-    remove_nodes(nodes, [one], graceful=False)
-    new = add_node(pair=1)
-    for number, index in iterator:
-        assert index == number
-        if number % 100 == 0 and len(origins.read()) > 2:
-            break
-    assert [node_id for _, node_id, _ in origins.read()[2:]] == [new.node_id]
-    assert loader.stats().epoch.restarts == 1

@@ -10,11 +10,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rayloader
-from inside import actors_of
 from multinode_data import calls, origin
 from multinode_waiting import get, wait_for_free
 from rayloader import WorkerStartError
-from rayloader.actors.pool import get_pool
 
 # Three workers or more: torch compares their number with this machine's cores when a loader is made.
 pytestmark = [pytest.mark.multinode, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
@@ -28,13 +26,6 @@ def load(num_workers, **options):
     return calls(origin, 4 * num_workers, num_workers, **options)
 
 
-def where(num_workers, **options):
-    """How many workers run on which node."""
-    found = list(load(num_workers, **options))
-    assert found[num_workers:] == found[:num_workers] * 3
-    return Counter(node_id for node_id, _ in found[:num_workers])
-
-
 # ---- where they are
 
 
@@ -46,28 +37,6 @@ def test_each_worker_asks_for_a_cpu_and_keeps_it_while_it_is_warm(nodes, grace_e
     wait_for_free(0)
     grace_ends()
     wait_for_free(CPUS)  # though the loader lives
-
-
-def test_workers_of_a_live_iterator_are_kept(grace_ends):
-    loader = load(1, persistent_workers=True)
-    seen = set(loader)
-    grace_ends()
-    get_pool().wait()
-    assert set(loader) == seen
-
-
-def test_the_drivers_node_is_filled_before_others(add_node):
-    """Ray by itself fills half of it, and goes on elsewhere."""
-    own = add_node(num_cpus=4, own=1).node_id
-    driver = ray.remote(where).options(num_cpus=0, resources={"own": 1})
-    assert get(driver.remote(5))[own] == 4
-
-
-@full
-def test_a_drivers_node_without_a_cpu_takes_workers_from_the_others(add_node):
-    bare = add_node(num_cpus=0, bare=1).node_id
-    found = get(ray.remote(where).options(num_cpus=0, resources={"bare": 1}).remote(2))
-    assert (found[bare], found.total()) == (0, 2)
 
 
 def test_workers_within_a_placement_group(short_limit, nodes):
@@ -99,11 +68,8 @@ def test_workers_within_a_placement_group(short_limit, nodes):
     [
         (2, {"num_cpus": 64}, ["CPU 64; ", "has CPU 1 in all", "has CPU 2 in all"]),
         (2, {"label_selector": {"place": "moon"}}, ["moon", "each of 2 nodes has other labels"]),
-        pytest.param(2, {"resources": {"away": 5}}, ["away 5; ", "has away 4 in all"], marks=full),
-        pytest.param(2, {"memory": 1 << 45}, ["memory 3.28e+04 GiB; "], marks=full),
-        pytest.param(4, {}, ["no room for 1 of them", "has CPU 0 free of 1", "has CPU 0 free of 2"], marks=full),
     ],
-    ids=["cpus", "label", "resource", "memory", "more than there are"],
+    ids=["cpus", "label"],
 )
 def test_workers_without_a_place_are_an_error_that_explains(count, remote_args, asked, short_limit):
     with pytest.raises(WorkerStartError) as caught:
@@ -133,12 +99,6 @@ def test_options_that_ray_refuses_are_errors_at_the_latest_of_iter(remote_args, 
 # ---- idle workers make room
 
 
-@ray.remote
-class Trainer:
-    def is_here(self):
-        return True
-
-
 @contextlib.contextmanager
 def a_task():
     yield ray.remote(num_cpus=0, resources={"spare": 1})(origin).remote()
@@ -151,14 +111,7 @@ def a_placement_group():
     ray.util.remove_placement_group(group)
 
 
-@contextlib.contextmanager
-def an_actor_of_nodes_with_a_label():
-    actor = Trainer.options(num_cpus=0, resources={"spare": 1}, label_selector={"place": "away"}).remote()
-    yield actor.is_here.remote()
-    ray.kill(actor)
-
-
-@pytest.mark.parametrize("waiting", [a_task, a_placement_group, an_actor_of_nodes_with_a_label])
+@pytest.mark.parametrize("waiting", [a_task, a_placement_group])
 def test_whatever_idle_workers_hold_is_given_up_for_whatever_waits_for_it(waiting):
     """Though they hold no CPU."""
     loader = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
@@ -184,13 +137,3 @@ def test_a_task_of_the_program_gets_the_cpu_of_workers_that_are_idle(batches, no
     )
     assert [text in message for message in caplog.messages].count(True) == 1
     assert len(list(loader)) == 4
-
-
-def test_the_workers_of_several_iterators_are_asked_for_at_once():
-    """`iter()` does not wait for workers that are yet to start, be there room for them or not."""
-    first = load(2, ray_remote_args={"num_cpus": 0, "resources": {"spare": 1}})
-    second = load(1, ray_remote_args={"num_cpus": 0, "resources": {"spare": 2}})
-    iterators = [iter(first), iter(second)]
-    assert [actor.address for iterator in iterators for actor in actors_of(iterator)] == [None] * 3
-    assert len(list(iterators[0])) == 8
-    assert len(list(iterators[1])) == 4, "idle workers of the first have made room"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inside import image_files
-from multinode_data import AWAY, ON_EACH, as_is, origin
+from multinode_data import AWAY, as_is, origin
 from rayloader import DataLoader, ReplicaError
 
 pytestmark = [pytest.mark.multinode, pytest.mark.usefixtures("warm")]
@@ -51,20 +51,6 @@ def test_two_workers_of_another_node_share_one_image(nodes):
     assert {(total, names in images) for total, *_, names in loader} == {(TOTAL + 1, False)}
 
 
-@pytest.mark.full
-def test_workers_of_both_nodes_have_an_image_each(nodes):
-    totals, places, _, images = map(set, zip(*holding(torch.arange(300_000), look, ON_EACH), strict=True))
-    assert (totals, places, len(images)) == ({TOTAL}, {nodes.here, nodes.away}, 2)
-
-
 def test_shared_memory_does_not_reach_another_node():
     with pytest.raises(ReplicaError, match=r"/dev/shm/torch_.*can't be opened on node.*another node.*clone"):
         list(holding(torch.zeros(1000).share_memory_(), look))
-
-
-@pytest.mark.full
-def test_an_open_file_is_an_error_that_names_it(tmp_path):
-    """On one node its workers would be forks; here some would lack it."""
-    with (tmp_path / "data").open("wb") as file, pytest.raises(TypeError, match="cannot pickle") as caught:
-        list(holding({"file": file}, look))
-    assert "It cannot be sent to the workers: dataset.data['file']" in str(caught.value.__notes__)

@@ -224,6 +224,36 @@ def batches(draw):
     return samples
 
 
+class OneMore(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return made + 1 if "lift_fresh" in str(func) else made
+
+
+@contextlib.contextmanager
+def a_patch():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda *args, **named: torch.as_tensor(*args, **named) + 5)
+        yield
+
+
+CHANGING = [lambda: torch.device("meta"), OneMore, a_patch]  # torch's tensors of numbers
+
+
+@pytest.mark.parametrize("surrounding", [torch.inference_mode, torch.no_grad, *CHANGING])
+@pytest.mark.parametrize(
+    "make", [lambda number: number, lambda number: torch.full((3,), float(number)).requires_grad_()]
+)
+def test_whatever_torch_is_told_to_do_with_tensors_they_stack_as_torchs_do(make, surrounding, writer):
+    samples = [make(1), make(2)]
+    with surrounding():
+        fresh = begin(writer, default_collate, samples)
+        found = outcome(default_collate, samples)
+        assert found == outcome(collate, samples, collate_fn_map=TORCHS)
+    if surrounding in CHANGING:
+        assert not fresh
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of nested and quantized tensors
 @given(samples=batches(), small=st.sampled_from([0, 100, 4096]))
 def test_batches_are_torchs_bit_for_bit_and_errors_too(opened, samples, small):
@@ -243,15 +273,6 @@ def test_batches_are_torchs_bit_for_bit_and_errors_too(opened, samples, small):
 
 
 SAME = torch.arange(6.0)
-
-
-@pytest.mark.parametrize("surrounding", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
-def test_whatever_torch_is_told_to_do_with_tensors_they_stack_as_torchs_do(surrounding, writer):
-    elements = [torch.randn(3, requires_grad=surrounding is torch.no_grad) for _ in range(2)]
-    with surrounding():
-        assert outcome(stack, elements) == outcome(collate_tensor_fn, elements)
-        elements = [element.clone() for element in elements]
-    assert outcome(stack, elements) == outcome(collate_tensor_fn, elements)
 
 
 # ---- where they lie
@@ -310,29 +331,6 @@ def test_images_and_labels_are_fresh(make, writer):
         tensors = list(batch.values()) if isinstance(batch, dict) else batch
         assert list(map(id, tensors)) == [id(made.tensor) for made in fresh.values()]
         assert [made.memory.nbytes for made in fresh.values()] == [tensor.nbytes for tensor in tensors]
-
-
-class OneMore(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        return made + 1 if "lift_fresh" in str(func) else made
-
-
-@contextlib.contextmanager
-def a_patch():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", lambda *args, **named: torch.as_tensor(*args, **named) + 5)
-        yield
-
-
-@pytest.mark.parametrize("surrounding", [lambda: torch.device("meta"), OneMore, a_patch])
-def test_what_changes_torchs_tensors_of_numbers_changes_ours(surrounding, writer):
-    unchanged = described(torch.arange(1, 3))
-    with surrounding():
-        fresh = begin(writer, default_collate, [1, 2])
-        found = outcome(default_collate, [1, 2])
-        assert found == outcome(collate, [1, 2], collate_fn_map=TORCHS) != unchanged
-    assert not fresh
 
 
 def own(batch, *, collate_fn_map=None):

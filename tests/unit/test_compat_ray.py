@@ -1,7 +1,5 @@
 """What Ray says of the end of processes, and what of it reaches the user; and a Ray that lacks a private name."""
 
-import ast
-import re
 import sys
 from types import SimpleNamespace
 
@@ -10,10 +8,9 @@ import ray
 import ray.util.client
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 
-from documents import ROOT
 from lacking import Changed, ray_without
 from rayloader.actors import _compat_ray
-from rayloader.actors._compat_ray import NAMES, OTHERS, said_of_end
+from rayloader.actors._compat_ray import said_of_end
 
 FIELDS = "\n\tclass_name: WorkerProcess\n\tactor_id: e61eb9\n\tpid: 3027\n"
 DIED = "The actor died unexpectedly before finishing this task."
@@ -42,7 +39,6 @@ def test_that_a_process_is_gone_is_nothing_new_and_what_else_ray_knows_remains(s
 
 # --- a Ray that lacks a name
 
-SOURCE = (ROOT / "rayloader" / "actors" / "_compat_ray.py").read_text()
 OF_TRAIN = _compat_ray._OF_TRAIN
 NODE = "0" * 56
 
@@ -55,17 +51,6 @@ def nothing_said_yet():
 
 def without(name):
     return ray_without(ray, name)
-
-
-def test_all_names_that_the_file_uses_are_listed_and_used():
-    tree = ast.parse(SOURCE)
-    tables = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in ("NAMES", "OTHERS")]
-    outside = [node for statement in tree.body if statement not in tables for node in ast.walk(statement)]
-    texts = {node.value for node in outside if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    private = {text for text in texts if re.fullmatch(r"(?!ray\.)([\w.]+\.)?_(?!_)\w[\w.]*|core\.[\w.]+", text)}
-    assert private == {*NAMES, *OTHERS}
-    chains = {ast.unparse(node) for node in outside if isinstance(node, ast.Attribute)}
-    assert not {chain for chain in chains if re.match(r"(?!self\.)[\w.]+\._(?!_)", chain)}
 
 
 def connected(job="01", session="session_1", **members):

@@ -96,27 +96,24 @@ def test_each_asks_for_what_it_is_told_and_otherwise_for_a_cpu(place, cpus, ours
         ({"num_cpus": 1, "label_selector": {"place": "away"}}, 0, 0),
         ({"num_cpus": 1, "label_selector": {"place": None}}, 0, 0),
         ({"num_cpus": 1, "label_selector": "what Ray refuses"}, 0, 2),
+        ({"num_cpus": 1, "scheduling_strategy": "SPREAD"}, 0, None),
     ],
 )
 def test_as_many_as_have_room_here_are_here_and_no_other_names_a_node(place, options, starting, near):
     """Ray tells no autoscaler of those that name one."""
     here = node(CPU=8.0, disk=3.0, free={"CPU": 2.0})
     where = place(status(here, node(AWAY, CPU=8.0))).where(options, 3, starting)
+    if near is None:
+        assert where == [({}, None)] * 3, "the user's strategy stays"
+        return
     places = [place["scheduling_strategy"] for place, _ in where]
     assert [getattr(place, "node_id", place) for place in places] == [HERE] * near + ["DEFAULT"] * (3 - near)
     assert [had_room for _, had_room in where] == [True] * near + [None] * (3 - near)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "had_room"),
-    [("SPREAD", None), (NodeAffinitySchedulingStrategy(AWAY, soft=False), [True, False])],
-    ids=["spread", "a node"],
-)
-def test_the_users_strategy_stays(place, strategy, had_room):
-    where = place(status(node(CPU=1.0), node(AWAY, CPU=1.0))).where(
-        {"num_cpus": 1, "scheduling_strategy": strategy}, 2, 0
-    )
-    assert where == [({}, one) for one in had_room or [None] * 2]
+def test_on_the_node_that_the_user_names_as_many_have_room_as_it_has_cpus(place):
+    options = {"num_cpus": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(AWAY, soft=False)}
+    assert place(status(node(CPU=1.0), node(AWAY, CPU=1.0))).where(options, 2, 0) == [({}, True), ({}, False)]
 
 
 # ---- how long they wait
@@ -170,14 +167,6 @@ def said(place, known, *pending, of=2):
     with pytest.raises(WorkerStartError) as caught:
         place(known).check(list(pending), of, math.inf)
     return str(caught.value)
-
-
-def test_before_ray_has_said_where_they_are_the_error_says_that(place):
-    young = Pending()
-    young.created_at = NOW
-    for known, part in ((status(), "node 10.0.0.1 has CPU 0 free"), (None, "Ray's GCS does not answer")):
-        assert not gives_up(place(known), [young], LONG_START_TIMEOUT_S - 1)
-        assert f"not said yet whether there is room: each asks for CPU 1; {part}" in said(place, known, young)
 
 
 def in_group(index):
@@ -236,12 +225,14 @@ STARTING = "of them have their place: Ray is starting these processes, and they 
 
 
 def test_what_else_is_known_is_said(place):
-    """Nodes that come, or that there is none; and those that have a place are no lack of room."""
+    """Whether Ray has said where they are, and nodes that come, or that there is none."""
     assert "an autoscaler is starting 3 more. Remedies" in said(place, status(demand=LACKS, coming=3), Pending())
     assert "each asks for CPU 1; Ray has no live node" in said(place, ClusterStatus((), LACKS, at=NOW), Pending())
-    text = said(place, status(), Pending())
-    assert text.startswith(f"1 of 2 DataLoader workers did not start within 600 s. 1 {STARTING}")
-    assert "no room" not in text
+    young = Pending()
+    young.created_at = NOW
+    for known, part in ((status(), "node 10.0.0.1 has CPU 0 free"), (None, "Ray's GCS does not answer")):
+        assert not gives_up(place(known), [young], LONG_START_TIMEOUT_S - 1)
+        assert f"not said yet whether there is room: each asks for CPU 1; {part}" in said(place, known, young)
 
 
 def test_what_is_waited_for_is_said_and_what_starts_is_no_lack_of_room(place, caplog):
@@ -253,6 +244,9 @@ def test_what_is_waited_for_is_said_and_what_starts_is_no_lack_of_room(place, ca
     lacking = "Ray has found no room for 2 of them: each asks for CPU 1; node 10.0.0.1 has CPU 0 free of 6. 4 "
     waiting = "rayloader: waiting for 6 of 8 worker processes. "
     assert caplog.messages == [f"{waiting}{lacking}{STARTING}", f"{waiting}6 {STARTING}"]
+    text = said(place, status(), Pending())
+    assert text.startswith(f"1 of 2 DataLoader workers did not start within 600 s. 1 {STARTING}")
+    assert "no room" not in text
 
 
 # ---- what Ray says of the cluster

@@ -131,9 +131,3 @@ def test_a_loader_takes_whole_batches_with_the_default_collate(collate_fn, monke
     monkeypatch.setattr("rayloader.host.worker.whole_batch", lambda dataset, indices: ["a whole batch", *indices])
     batches = list(DataLoader(PAIRS, 4, num_workers=1, workers="fork", collate_fn=collate_fn))
     assert batches[0] == (4 if collate_fn is len else ["a whole batch", 0, 1, 2, 3])
-
-
-def test_errors_are_those_of_the_samples():
-    loader = DataLoader(Subset(PAIRS, [0, 1, 99]), 3, num_workers=1, workers="fork")
-    with pytest.raises(IndexError, match=r"Caught IndexError in DataLoader worker process 0[\s\S]*out of bounds"):
-        list(loader)

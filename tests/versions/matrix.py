@@ -2,41 +2,23 @@
 
     python tests/versions/matrix.py [--folder FOLDER] [--only NAME ...] [--parts PART ...]
 
-For each combination an environment is made in the folder, once, and used again. A Python that this machine lacks comes
-from Debian's sid: as root, a system is unpacked in the folder with debootstrap, and entered with chroot, in a namespace
-of its own for what is mounted there. The first run takes long and much room: torch brings its CUDA packages, some 6 GB
-for each environment. What was run, with the counts, is noted in the folder; the table in the README shows the last
-result of each part, and only what was run.
+For each combination an environment is made in the folder, once, and used again; this machine must have its Python. The
+first run takes long and much room: torch brings its CUDA packages, some 6 GB for each environment. What was run, with
+the counts, is noted in the folder; the table in the README shows the last result of each part, and only what was run.
 """
 
 import argparse
 import json
+import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README, BEGIN, END = ROOT / "README.md", "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
-HERE = "/rayloader"  # the checkout, where a Python of Debian's sees it
-# Makes the checkout, and what the kernel shows, visible in an unpacked system, to this command alone.
-ENTER = f"""
-mkdir -p "$0{HERE}" && mount --rbind "$1" "$0{HERE}" && mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" &&
-shift && exec chroot "$0" "$@"
-"""
-TOOLS = [
-    "pytest",
-    "hypothesis",
-    "psutil",
-    "packaging",
-    "kubernetes-validate",
-    "pillow",
-    "scikit-learn",
-    "rich",
-    "typer",
-]
-TOOLS += ["h5py", "datasets", "accelerate", "albumentations", "torchdata", "tqdm", "matplotlib"]
+INSTALLED = "torch numpy ray cloudpickle pyarrow pytest hypothesis psutil packaging kubernetes-validate pillow rich"
+INSTALLED += " typer scikit-learn h5py datasets accelerate albumentations torchdata tqdm matplotlib"
 OLDEST = ["numpy==2.0.0", "cloudpickle==3.0.0", "ray==2.52.1"]
 
 # Name: Python, and what is installed in other versions than the newest.
@@ -55,37 +37,24 @@ PARTS = {
     "conformance": ["-m", "pytest", "-q", "-m", "not full", "tests/conformance"],
     "integration": ["-m", "pytest", "-q", "-m", "not full", "tests/integration"],
     "faults": ["-m", "pytest", "-q", "-m", "not full", "tests/faults"],
-    "README": ["tests/versions/readme.py"],
-    "README, less": ["tests/versions/readme.py", "all"],
 }
 TELL = "import sys, torch, numpy, ray; print(sys.version.split()[0], *(m.__version__ for m in (torch, numpy, ray)))"
 
 
 class Environment:
-    """An environment of one combination, on this system or on one that is unpacked in the folder."""
+    """An environment of one combination."""
 
     def __init__(self, folder: Path, version: str, wanted: list[str]) -> None:
-        self.venv, self.system, self.wanted = folder, folder.parent / f"debian-{version}", wanted
-        self.python, found = f"python{version}", shutil.which(f"python{version}")
-        if found is not None and subprocess.run([found, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0:
-            self.python, self.system = found, Path("/")
-        else:
-            self.venv = Path("/", folder.name)
-            if not self.system.exists():
-                _unpack(self.system, version)
+        self.venv, self.version, self.wanted = folder, version, wanted
 
-    def run(self, *command: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
-        """Runs a command there, in the checkout."""
-        enter, root = [], str(ROOT)
-        if self.system != Path("/"):
-            enter, root = ["unshare", "--mount", "sh", "-c", ENTER, str(self.system), str(ROOT)], HERE
-        setting = [
-            f"PYTHONPATH={root}:{root}/tests",
-            "PYTHONDONTWRITEBYTECODE=1",
-            f"PATH={self.venv}/bin:/usr/bin:/bin",
-        ]
+    def run(self, program: str, *arguments: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
+        """Runs a program of this environment's, or another one, in the checkout."""
+        path = os.pathsep.join([f"{self.venv}/bin", os.environ["PATH"]])
+        setting = {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
-            [*enter, "/usr/bin/env", *setting, "sh", "-c", f'cd {root} && exec "$@"', "sh", *command],
+            [program, *arguments],
+            cwd=ROOT,
+            env={**os.environ, **setting},
             stdout=subprocess.PIPE,
             stderr=None if quiet else subprocess.STDOUT,
             text=True,
@@ -96,24 +65,14 @@ class Environment:
 
     def make(self) -> None:
         """Installs what it lacks."""
-        if self.run(f"{self.venv}/bin/python", "-c", TELL, quiet=True).returncode == 0:
+        if not (self.venv / "bin" / "python").exists():
+            print(f"making {self.venv}; torch and its CUDA packages take minutes", flush=True)
+            self.run(f"python{self.version}", "-m", "venv", str(self.venv)).check_returncode()
+        if self.run("python", "-c", TELL, quiet=True).returncode == 0:
             return
-        print(f"making {self.venv} in {self.system}; torch and its CUDA packages take minutes", flush=True)
-        self.run(self.python, "-m", "venv", str(self.venv)).check_returncode()
         names = {re.split("[<>=]", one)[0] for one in self.wanted}
-        newest = [name for name in ("torch", "numpy", "ray", "cloudpickle", "pyarrow", *TOOLS) if name not in names]
-        self.run(f"{self.venv}/bin/python", "-m", "pip", "install", "-q", *self.wanted, *newest).check_returncode()
-
-
-def _unpack(system: Path, version: str) -> None:
-    if shutil.which("debootstrap") is None:
-        raise SystemExit(f"no python{version} here: install it, or debootstrap, with which it is had from Debian's sid")
-    print(f"no python{version} here: unpacking Debian's sid in {system}, as root", flush=True)
-    packages = f"ca-certificates,make,git,gcc,libc6-dev,procps,python{version},python{version}-venv,python{version}-dev"
-    subprocess.run(["debootstrap", "--variant=minbase", f"--include={packages}", "sid", str(system)], check=True)
-    for name in "etc/resolv.conf", "etc/hosts", "etc/pip.conf":
-        if Path("/", name).exists():
-            shutil.copy(Path("/", name), system / name)
+        newest = [name for name in INSTALLED.split() if name not in names]
+        self.run("python", "-m", "pip", "install", "-q", *self.wanted, *newest).check_returncode()
 
 
 def summary(part: str, done: subprocess.CompletedProcess[str]) -> str:
@@ -146,11 +105,10 @@ def main() -> int:
         folder = given.folder.resolve() / name.replace(", ", "-").replace(" ", "-")
         environment = Environment(folder, *COMBINATIONS[name])
         environment.make()
-        python = f"{environment.venv}/bin/python"
-        told = environment.run(python, "-c", TELL, quiet=True).stdout.split("\n")[-2]
+        told = environment.run("python", "-c", TELL, quiet=True).stdout.split("\n")[-2]
         for part in given.parts:
             print(f"{name}: {part}", flush=True)
-            done = environment.run(python, *PARTS[part])
+            done = environment.run("python", *PARTS[part])
             failed |= done.returncode != 0
             results = json.loads(notes.read_text()) if notes.exists() else {}  # other parts may run beside this one
             if results.get(name, {}).get("versions") != told:

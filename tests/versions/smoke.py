@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import rayloader
 
-OPTIONS = {"batch_size": 4, "num_workers": 2}
-FORKED = {**OPTIONS, "multiprocessing_context": "fork"}  # not the default of each Python
-
 
 class Noisy(Dataset):
     """Random augmentation; memory of all kinds that is shared between workers; the death of a process, once."""
@@ -30,7 +28,7 @@ class Noisy(Dataset):
     def __init__(self, deadly=None):
         self.images = np.arange(48 * 3000, dtype=np.float32).reshape(48, 3000)  # batches too large to travel inline
         self.table = pa.table({"label": list(range(48))})
-        self.names = rayloader.SharedList([f"image {i}" for i in range(48)])
+        self.names = rayloader.SharedList([f"{i}.png" for i in range(48)])
         self.deadly = deadly  # a file; whoever finds it at sample 20 removes it, and dies
 
     def __len__(self):
@@ -43,7 +41,7 @@ class Noisy(Dataset):
         noise = torch.rand(3000) + float(np.random.rand())
         return torch.from_numpy(self.images[index]) + noise, {
             "label": self.table["label"][index].as_py(),
-            "name": self.names[index],
+            "name": int(self.names[index].removesuffix(".png")),
         }
 
 
@@ -56,49 +54,37 @@ class Stream(IterableDataset):
             yield number, torch.rand(5)
 
 
-def check_equal(got, expected):
-    """Batches of the same type and content, to the last bit."""
-    assert type(got) is type(expected), (got, expected)
-    if isinstance(expected, torch.Tensor):
-        assert got.dtype == expected.dtype
-        assert torch.equal(got, expected)
-    elif isinstance(expected, dict):
-        assert list(got) == list(expected)
-        check_equal(list(got.values()), list(expected.values()))
-    elif isinstance(expected, (list, tuple)):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            check_equal(one, other)
-    else:
-        assert got == expected
+assert_close = partial(torch.testing.assert_close, rtol=0, atol=0)  # to the last bit
 
 
-def epochs(loader, number=2):
-    """The batches of some epochs, from the same seed each time."""
+def torchs(dataset):
+    """The batches of two epochs of torch's forked workers."""
+    loader = TorchDataLoader(dataset, 4, isinstance(dataset, Noisy), num_workers=2, multiprocessing_context="fork")
     torch.manual_seed(7)
-    return [list(loader) for _ in range(number)]
+    return [list(loader) for _ in range(2)]
 
 
 def check(expected, **options):
     """Whether a loader with these options gives what torch's gives."""
-    check_equal(epochs(rayloader.DataLoader(Noisy(), shuffle=True, **OPTIONS, **options)), expected["map"])
-    check_equal(epochs(rayloader.DataLoader(Stream(), **OPTIONS, **options)), expected["stream"])
+
+    def load(dataset, workers=2):
+        torch.manual_seed(7)
+        return rayloader.DataLoader(dataset, 4, isinstance(dataset, Noisy), num_workers=workers, **options)
+
     with tempfile.TemporaryDirectory() as folder:
         deadly = Path(folder, "deadly")
         deadly.touch()
-        check_equal(epochs(rayloader.DataLoader(Noisy(deadly), shuffle=True, **OPTIONS, **options)), expected["map"])
+        for dataset, batches in (Noisy(), expected[0]), (Stream(), expected[1]), (Noisy(deadly), expected[0]):
+            loader = load(dataset)
+            assert_close([list(loader) for _ in range(2)], batches)
         assert not deadly.exists()  # a worker did die
-    for dataset, kind in (Noisy(), "map"), (Stream(), "stream"):
-        torch.manual_seed(7)
-        loader = rayloader.DataLoader(dataset, shuffle=kind == "map" or None, **OPTIONS, **options)
-        batches = iter(loader)
-        taken = [next(batches) for _ in range(3)]
-        state = loader.state_dict()
-        loader = rayloader.DataLoader(
-            dataset, shuffle=kind == "map" or None, **{**OPTIONS, "num_workers": 1}, **options
-        )
-        loader.load_state_dict(state)
-        check_equal(taken + list(loader), expected[kind][0])
+    for dataset, batches in zip((Noisy(), Stream()), expected, strict=True):
+        loader = load(dataset)
+        iterator = iter(loader)
+        taken = [next(iterator) for _ in range(3)]
+        resumed = load(dataset, workers=1)
+        resumed.load_state_dict(loader.state_dict())
+        assert_close(taken + list(resumed), batches[0])
 
 
 if __name__ == "__main__":
@@ -109,10 +95,7 @@ if __name__ == "__main__":
     print(
         *(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "ray", "numpy", "pyarrow", "cloudpickle"))
     )
-    expected = {  # from torch's workers, before there is a Ray in this process
-        "map": epochs(TorchDataLoader(Noisy(), shuffle=True, **FORKED)),
-        "stream": epochs(TorchDataLoader(Stream(), **FORKED)),
-    }
+    expected = torchs(Noisy()), torchs(Stream())  # before there is a Ray in this process
     check(expected)
     check(expected, arenas=False)
     rayloader.shutdown()

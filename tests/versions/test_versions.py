@@ -2,8 +2,7 @@
 
 `make test` builds them. `make test-full` also installs the wheel, outside of the checkout, into environments with the
 versions of `oldest.txt` and of `constraints.txt`. pip must be able to fetch these. Only torch, which is large, and what
-it requires are taken from the environment of the tests. To try the wheel with another torch, name in the environment
-variable RAYLOADER_OLD_PYTHON a Python that has it, and the other requirements.
+it requires are taken from the environment of the tests; `matrix.py` has others.
 """
 
 import email.message
@@ -25,7 +24,6 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 OLDEST = Path(__file__).with_name("oldest.txt")
 SMOKE = Path(__file__).with_name("smoke.py")
-OLD_PYTHON = os.environ.get("RAYLOADER_OLD_PYTHON")
 HANG_LIMIT = 1200  # seconds; on expiry subprocess.run kills the program and raises
 
 
@@ -140,16 +138,6 @@ def python(
 def test_batches_are_torchs_whatever_happens_to_the_workers(python: Path, tmp_path: Path) -> None:
     output = run(python, SMOKE, folder=tmp_path)
     assert f"smoke passed: {python.parents[1]}" in output
-    print(output)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(OLD_PYTHON is None, reason="RAYLOADER_OLD_PYTHON names no Python with another torch")
-def test_batches_are_torchs_with_another_torch(distributions: dict[str, Path], tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, distributions[".whl"])
-    output = run("env", f"PYTHONPATH={site}", OLD_PYTHON, SMOKE, folder=tmp_path)
-    assert f"smoke passed: {site}" in output
     print(output)
 
 
