@@ -5,7 +5,6 @@ batches come only if its state was loaded. No global here ever changes: whatever
 that a worker is seeded with, or from an object's own.
 """
 
-import os
 import random
 
 import numpy as np
@@ -212,14 +211,6 @@ class StatefulIterator(Positioned):
         return [own_id(), self.position, self.salt, *noise()]
 
 
-class OwnIterator(StatefulIterator, IterableDataset):
-    """Its own iterator, which starts again at each `__iter__`: what was loaded counts after it."""
-
-    def __iter__(self):
-        self.position = 0
-        return self
-
-
 class StreamOfStatefulIterators(IterableDataset):
     """Its iterators have a state; some of their samples raise, if told so."""
 
@@ -265,23 +256,6 @@ class Reseeds(Sized):
         if index in (4, 7):
             random.seed(index), np.random.seed(index), torch.manual_seed(index)
         return [index, *noise()]
-
-
-class Entropy(IterableDataset):
-    """Comes out of nowhere."""
-
-    def __iter__(self):
-        for _ in range(stream_length()):
-            yield list(os.urandom(8))
-
-
-class Unseeded(IterableDataset):
-    """Draws from a generator that nobody can see."""
-
-    def __iter__(self):
-        generator = np.random.default_rng()
-        for _ in range(stream_length()):
-            yield [generator.random()]
 
 
 class CountsEpochs(IterableDataset):

@@ -146,7 +146,7 @@ class CachedDataset(Dataset[_T]):
                 finalize(self, os.close, fd)
             else:
                 self._file = _file_in_memory(place)
-                fd, in_memory, place = self._file.fd, True, place or self._file.address
+                fd, in_memory, place = self._file.fd, True, self._file.address
             self._store = SampleStore(fd, count, max_bytes, in_memory=in_memory)
         except (OSError, ValueError, MemoryFileError) as error:
             raise CacheError(

@@ -189,11 +189,13 @@ def kill(run, worker_id=None):
 
 
 def kill_all_and_save(run):
-    """All workers are killed, and the run saved and loaded before anybody has noticed."""
+    """All workers are killed, and the run saved before anybody has noticed; later, another program goes on."""
     if has_workers(run.iterator):
         for worker_id in range(len(actors_of(run.iterator))):
             kill(run, worker_id)
-    run.load(run.saved())
+    saved = run.saved()
+    if run.epoch:
+        run.load(saved)
 
 
 def chain(run):

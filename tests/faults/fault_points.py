@@ -111,10 +111,6 @@ class Faults:
             return how
         return None
 
-    def waiting(self):
-        """The faults whose place nobody has come to."""
-        return [path.name for path in self.folder.iterdir() if not path.name.startswith(("struck", "process of"))]
-
     def struck(self):
         """The processes that were struck, in order."""
         path = self.folder / "struck"
@@ -150,8 +146,6 @@ class Augmented:
         self.faults.started(worker_id)
         if worker_id == STRUCK:
             self.faults.strike("worker_init_fn")
-            if self.faults.struck():
-                self.faults.strike("replacement's worker_init_fn")
 
     def sample(self, index, where, last):
         places = {FIRST: "first", POISONED: where, last: "last"}
@@ -180,39 +174,16 @@ class Stream(Augmented, IterableDataset):
     Batch 7 is of the worker that is not struck: the stream of the other one has ended.
     """
 
-    place = 0  # where its iterator is, if the dataset can be asked for it
-
     def __iter__(self):
         struck = get_worker_info().id == STRUCK
         if struck:
             self.faults.strike("__iter__")
-            if self.faults.struck():
-                self.faults.strike("rebuild")
         own = [index for index in range(SAMPLES) if index // BATCH_SIZE % 2 == struck]
         indices = own[:-BATCH_SIZE] if struck else [*own, SAMPLES - 2, SAMPLES - 1]
-        for place in range(self.place, len(indices)):
-            self.goes_to(place + 1)
-            yield self.sample(indices[place], "__next__", LAST["iterable"])
+        for index in indices:
+            yield self.sample(index, "__next__", LAST["iterable"])
         if struck:
             self.faults.strike("end")
-        self.goes_to(0)
-
-    def goes_to(self, place):
-        pass
-
-
-class Stateful(Stream):
-    """Its state says where it is."""
-
-    def goes_to(self, place):
-        self.place = place
-
-    def state_dict(self):
-        return {"place": self.place, "generator": self.generator.bit_generator.state}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
-        self.generator.bit_generator.state = state["generator"]
 
 
 class Calls(Dataset):
@@ -228,7 +199,7 @@ class Calls(Dataset):
         return self.function(index)
 
 
-DATASETS = {"map": MapStyle, "iterable": Stream, "stateful": Stateful}
+DATASETS = {"map": MapStyle, "iterable": Stream}
 
 
 class Batch:
@@ -318,24 +289,18 @@ def warned(caplog):
     return [text for text in told if "warm worker process" not in text]
 
 
-def sample(rows, meetings):
-    """Rows of a table picked greedily, so always the same ones, until each meeting of the table is in one of them.
+def table(rows, meetings):
+    """The rows as parameters; those that are not in the sample are in a full run only.
+
+    They are picked greedily, so always the same ones, until each meeting of the table is in one of them.
 
     Args:
         rows: all rows.
         meetings: gives the set of what meets in a row, such as the pairs of its values.
     """
-    missing = set().union(*map(meetings, rows))
-    picked = []
+    missing, picked = set().union(*map(meetings, rows)), []
     while missing:
-        best = max(rows, key=lambda row: len(missing & meetings(row)))  # the first of the best
-        picked.append(best)
-        missing -= meetings(best)
-    return picked
-
-
-def table(rows, meetings):
-    """The rows as parameters; those that are not in the sample are in a full run only."""
-    picked = sample(rows, meetings)
+        picked.append(max(rows, key=lambda row: len(missing & meetings(row))))  # the first of the best
+        missing -= meetings(picked[-1])
     for row in rows:
         yield pytest.param(*row, id=", ".join(map(str, row)), marks=() if row in picked else pytest.mark.full)

@@ -93,6 +93,7 @@ DROPPED = {  # what the dataset is, how it is loaded: the batches, and which sam
         {2},
     ),
     "in persistent workers": (Numbers(6, {1, 4}), {"persistent_workers": True}, [[0], [2, 3], [5]], {1, 4}),
+    "without workers": (Numbers(8, {3, 6}), {"num_workers": 0}, [[0, 1], [2], [4, 5], [7]], {3, 6}),
     "in actors": (Numbers(8, {3, 6}), {"workers": "ray"}, [[0, 1], [2], [4, 5], [7]], {3, 6}),
 }
 
@@ -116,9 +117,9 @@ def test_the_log_names_the_index(caplog):
     assert "123" in message.replace("sample 123 is bad", "")
 
 
-@pytest.mark.parametrize("dataset", [Numbers, NumberStream])
-def test_too_many_are_an_error_at_their_batchs_turn(dataset):
-    loader = load(dataset(12, {0, 4, 8}), max_skipped=2)
+@pytest.mark.parametrize(("dataset", "num_workers"), [(Numbers, 2), (NumberStream, 2), (Numbers, 0)])
+def test_too_many_are_an_error_at_their_batchs_turn(dataset, num_workers):
+    loader = load(dataset(12, {0, 4, 8}), num_workers=num_workers, max_skipped=2)
     found = []
     with pytest.raises(rayloader.SkipLimitError, match="2"):
         found.extend(batch.tolist() for batch in loader)

@@ -1,13 +1,13 @@
 """What the tests of restored workers load: random generators in every place where users keep them, and streams."""
 
-import functools
 import random
-import string
 import threading
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
+
+from probes import Calls
 
 LENGTH = 96
 IN_MODULE = None  # a generator, once worker_init_fn has run
@@ -27,27 +27,6 @@ class Transform:
         return [sample, *map(float, drawn)]
 
 
-class Compose:
-    def __init__(self, *transforms):
-        self.transforms = transforms
-
-    def __call__(self, sample):
-        for transform in self.transforms:
-            sample = transform(sample)
-        return sample
-
-
-class Transformed(Dataset):
-    def __init__(self, transform):
-        self.transform = transform
-
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        return self.transform(index)
-
-
 class Initialize:
     """Its own generator is drawn from by the dataset, which it hands it to."""
 
@@ -55,51 +34,16 @@ class Initialize:
         self.transform = Transform(4)
 
     def __call__(self, worker_id):
-        get_worker_info().dataset.transform = self.transform
+        get_worker_info().dataset.function = self.transform
 
 
-class Slotted:
-    """Holds a generator in a slot, and draws from one of its class."""
-
-    __slots__ = ("generator",)
-    of_class = random.Random(11)
-
-    def __init__(self):
-        self.generator = random.Random(10)
-
-    def __call__(self, sample):
-        return [sample, self.generator.random(), self.of_class.random(), OF_MODULE.random(), helper()]
-
-
-OF_MODULE = np.random.default_rng(12)
-IN_HELPER = np.random.RandomState(13)
-
-
-def helper():
-    return IN_HELPER.rand()
-
-
-class Augmented(Transformed):
+def augmented():
     """Crops and flips an image of which each pixel is told from the others."""
+    import albumentations  # here: it takes a second
 
-    def __init__(self, seed):
-        import albumentations  # here: it takes a second
-
-        transforms = [albumentations.RandomCrop(2, 2), albumentations.HorizontalFlip(p=0.5)]
-        self.transform = albumentations.Compose(transforms, seed=seed)
-        self.image = np.arange(16 * 16 * 3, dtype=np.float32).reshape(16, 16, 3)
-
-    def __getitem__(self, index):
-        return [index, self.transform(image=self.image)["image"]]
-
-
-def closure():
-    generator = np.random.default_rng(5)
-    return lambda sample: [sample, generator.random()]
-
-
-def partial(sample, generator):
-    return [sample, generator.random()]
+    transform = albumentations.Compose([albumentations.RandomCrop(2, 2), albumentations.HorizontalFlip(p=0.5)])
+    image = np.arange(16 * 16 * 3, dtype=np.float32).reshape(16, 16, 3)
+    return Calls(lambda index: [index, transform(image=image)["image"]], LENGTH)
 
 
 def set_global(worker_id):
@@ -125,48 +69,18 @@ class Late:
 
 
 class AnewForEach:
-    """The generator of a sample depends on nothing but the sample."""
+    """The generators of a sample depend on nothing but the sample."""
 
     def __call__(self, index):
-        self.generator = np.random.default_rng(index)
         self.transform = Transform(index)
-        return [index, self.generator.random(), *self.transform(index)]
-
-
-class SystemRandom:
-    """Draws from the system's, and shows it if told so."""
-
-    def __init__(self, *, shows):
-        self.generator = random.SystemRandom()
-        self.shows = shows
-
-    def __call__(self, index):
-        drawn = self.generator.random()
-        return [index, drawn if self.shows else 0.0]
-
-
-def of_a_package(index):
-    """Draws from a generator in a module that the program has not written."""
-    if not hasattr(string, "generator"):
-        string.generator = random.Random(9)
-    return [index, string.generator.random()]
-
-
-def everywhere():
-    """Held deep in the dataset, by what is called there, and by the collate_fn."""
-    transform = Compose(Compose(Transform(2)), closure(), functools.partial(partial, generator=random.Random(8)))
-    quarters = [range(begin, begin + LENGTH // 4) for begin in range(0, LENGTH, LENGTH // 4)]
-    parts = [Subset(Transformed(transform), quarter) for quarter in quarters]
-    return {"dataset": Subset(ConcatDataset(parts), range(LENGTH)), "collate_fn": Transform(3)}
+        return self.transform(index)
 
 
 GENERATORS = {
-    "everywhere": everywhere,
-    "worker_init_fn": lambda: {"dataset": Transformed(None), "worker_init_fn": Initialize()},
-    "global of a module": lambda: {"dataset": Transformed(use_global), "worker_init_fn": set_global},
-    "slot, class and what code names": lambda: {"dataset": Transformed(Slotted())},
-    "made anew": lambda: {"dataset": Transformed(AnewForEach())},
-    "system's, unseen": lambda: {"dataset": Transformed(SystemRandom(shows=False))},
+    "dataset and collate_fn": lambda: {"dataset": Calls(Transform(2), LENGTH), "collate_fn": Transform(3)},
+    "worker_init_fn": lambda: {"dataset": Calls(None, LENGTH), "worker_init_fn": Initialize()},
+    "global of a module": lambda: {"dataset": Calls(use_global, LENGTH), "worker_init_fn": set_global},
+    "made anew": lambda: {"dataset": Calls(AnewForEach(), LENGTH)},
 }
 
 
@@ -222,7 +136,7 @@ class ForgetsItsBuffer(Numbers):
         yield from buffer
 
 
-class Untellable(Transformed):
+class Untellable(Calls):
     """Its state can't be pickled."""
 
     def state_dict(self):
@@ -235,10 +149,3 @@ class Untellable(Transformed):
 class RaisesInStateDict(Untellable):
     def state_dict(self):
         raise OSError("as planned")
-
-
-def lists(batch):
-    """As plain lists."""
-    if isinstance(batch, (list, tuple)):
-        return [lists(part) for part in batch]
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch

@@ -5,7 +5,6 @@ there; what the program does before each epoch it does once more, as a script do
 """
 
 import functools
-import itertools
 import logging
 import random
 import threading
@@ -13,10 +12,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 import stateful
-from checkpoint_data import EPOCHS, INDICES, batches, make, plain, read, save
+from checkpoint_data import EPOCHS, INDICES, batches, make, plain, read, resumed, save
 from probes import oversubscribed
 from rayloader import StateError
 from stateful import LENGTH
@@ -27,124 +26,50 @@ TAKEN = 3  # batches before a state is saved in the middle of an epoch; 8 an epo
 
 
 class Program:
-    """A training script.
+    """A training script, which draws from its loader's generator after each batch, and validates after each epoch.
+
+    The validation's loader is its own, also shuffled, and its seeds come from the same generator. Or the script seeds
+    the generator before each epoch; draws would then depend on when it was started.
 
     Args:
         seed: of all that it makes; two programs that differ in it must not differ after a state was loaded.
+        own: whether that generator is the program's own, or the global one.
+        seeds: whether it seeds the generator, and does nothing else.
         options: of its loaders.
     """
 
-    def __init__(self, seed, **options):
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed, own, seeds, **options):
         random.seed(seed), np.random.seed(seed)
-        self.loader = make(self.arguments, 2, seed=seed, **options)
-        self.loaders = [self.loader]
-
-    def arguments(self):
-        """Of the training loader."""
-        return {"dataset": stateful.Augmented(), "shuffle": True}
-
-    def before(self, epoch):
-        """Runs before each epoch."""
-
-    def after(self):
-        """Runs after each batch; what it gives is compared too."""
-
-    def validate(self):
-        """Runs after each epoch."""
+        self.seeds = seeds
+        self.generator = torch.Generator().manual_seed(seed) if own else torch.default_generator
+        options |= {"shuffle": True, "generator": self.generator if own else None, "seed": seed}
+        self.loaders = [
+            make(lambda length=length: {"dataset": stateful.Augmented(length)}, 2, **options) for length in (LENGTH, 9)
+        ]
 
     def steps(self, epoch=0):
         """A step for each batch, and one for each epoch's end."""
         for number in range(epoch, EPOCHS):
-            self.before(number)
-            for batch in batches(self.loader):
-                yield number, batch, self.after()
-            yield number, self.validate()
-
-    def save(self):
-        return [save(loader) for loader in self.loaders]
-
-    def load(self, states):
-        for loader, state in zip(self.loaders, states, strict=True):
-            loader.load_state_dict(read(state))
+            if self.seeds:
+                self.generator.manual_seed(50 + number)
+            for batch in batches(self.loaders[0]):
+                yield number, batch, self.seeds or torch.rand(1, generator=self.generator).item()
+            yield number, self.seeds or list(batches(self.loaders[1]))
 
 
-class SeedsEachEpoch(Program):
-    def before(self, epoch):
-        torch.manual_seed(100 + epoch)
-
-
-class SeedsItsGenerator(Program):
-    def arguments(self):
-        return {**super().arguments(), "generator": self.generator}
-
-    def before(self, epoch):
-        self.generator.manual_seed(50 + epoch)
-
-
-class DrawsFromItsGenerator(Program):
-    def arguments(self):
-        return {**super().arguments(), "generator": self.generator}
-
-    def after(self):
-        return torch.rand(1, generator=self.generator).item()
-
-
-class CountsWhileItIsAsked(Program):
-    """The iterator makes of the counter what the epoch is."""
-
-    class Sampler(stateful.Counts):
-        def __iter__(self):
-            self.epoch += 1
-            for index in random.Random(self.epoch).sample(INDICES, LENGTH):
-                self.place = index
-                yield index
-
-    def arguments(self):
-        sampler = self.Sampler()
-        return {"dataset": stateful.Augmented(), "batch_sampler": BatchSampler(sampler, 3, False)}
-
-
-class ValidatesAndDraws(Program):
-    """With a loader of its own, also shuffled, whose seeds come from the same generator."""
-
-    def __init__(self, seed, **options):
-        super().__init__(seed, **options)
-        torch.manual_seed(seed)
-        arguments = {"dataset": stateful.Augmented(9), "shuffle": True}
-        self.loaders.append(make(lambda: arguments, 1, seed=seed, **options))
-
-    def after(self):
-        return torch.rand(1).item()
-
-    def validate(self):
-        return list(batches(self.loaders[1]))
-
-
-PROGRAMS = [
-    SeedsEachEpoch,
-    SeedsItsGenerator,
-    DrawsFromItsGenerator,
-    CountsWhileItIsAsked,
-    ValidatesAndDraws,
-]
-
-
-WAYS = itertools.cycle(itertools.product([True, False], [9, 2]))  # persistent workers; a deep window, or torch's
-
-
-@pytest.mark.parametrize(("program", "way"), list(zip(PROGRAMS, WAYS, strict=False)))
-def test_a_program_that_is_started_again_goes_on_as_if_nothing_had_been(program, way):
-    options = {"persistent_workers": way[0], "prefetch_factor": way[1]}
-    running = program(1, **options)
+@pytest.mark.parametrize("options", [{"own": False, "persistent_workers": True, "prefetch_factor": 9}, {"own": True}])
+@pytest.mark.parametrize("seeds", [False, True])
+def test_a_program_that_is_started_again_goes_on_as_if_nothing_had_been(seeds, options):
+    running = Program(1, seeds=seeds, **options)
     steps, saved = [], {}
     for step in running.steps():
         steps.append(step)
         if len(steps) in (TAKEN, 9, 9 + TAKEN):  # in the first epoch, at its end, in the second
-            saved[len(steps)] = running.save()
+            saved[len(steps)] = [save(loader) for loader in running.loaders]
     for taken, states in saved.items():
-        again = program(2, **options)
-        again.load(states)
+        again = Program(2, seeds=seeds, **options)
+        for loader, state in zip(again.loaders, states, strict=True):
+            loader.load_state_dict(read(state))
         assert list(again.steps(epoch=taken // 9)) == steps[taken:], f"after {taken} steps"
 
 
@@ -161,11 +86,11 @@ def of_the_program(own):
     )
 
 
-@pytest.mark.parametrize("sampler", ["stock", "lazy"])
-def test_the_iter_that_goes_on_in_the_middle_of_an_epoch_moves_no_generator(sampler):
+@pytest.mark.parametrize(("sampler", "num_workers"), [("stock", 2), ("lazy", 2), ("stock", 0)])
+def test_the_iter_that_goes_on_in_the_middle_of_an_epoch_moves_no_generator(sampler, num_workers):
     own = torch.Generator()
     order = {"shuffle": True, "generator": own} if sampler == "stock" else {"sampler": stateful.Lazy()}
-    loader = make(lambda: {"dataset": stateful.Augmented(), **order}, 2)
+    loader = make(lambda: {"dataset": stateful.Augmented(), **order}, num_workers)
     next(iter(loader))
     state = loader.state_dict()
     for seeds in (False, True):
@@ -188,11 +113,10 @@ def test_a_state_is_loaded_at_once_and_what_the_program_does_then_counts():
     own.manual_seed(4)
     seeded = own.get_state()
     state = loader.state_dict()
-    iterator = iter(loader)
+    iter(loader)
     assert torch.equal(own.get_state(), seeded)
     loader.load_state_dict(state)  # the generators are what they were when it was saved
     assert torch.equal(own.get_state(), seeded)
-    del iterator
 
 
 # ---- samplers
@@ -208,10 +132,9 @@ def test_the_arguments_of_a_sampler_stay_and_other_ones_show_in_the_indices(take
         return make(of(DistributedSampler(INDICES, 1, 0, seed=seed)), 1)
 
     one = loader(1)
-    if taken:
-        iterator = iter(one)
-        for _ in range(taken):
-            next(iterator, None)
+    iterator = iter(one) if taken else None
+    for _ in range(taken):
+        next(iterator, None)
     other = loader(2)
     other.load_state_dict(read(save(one)))
     assert other.sampler.seed == 2
@@ -222,67 +145,51 @@ def test_the_arguments_of_a_sampler_stay_and_other_ones_show_in_the_indices(take
         assert list(map(plain, other)) == list(map(plain, loader(2)))
 
 
+@pytest.mark.parametrize("epoch", [0, 3])
 @pytest.mark.parametrize("epoch_is_set", [False, True])
-def test_a_distributed_sampler_gets_its_epoch_back(epoch_is_set):
+def test_a_distributed_sampler_gets_its_epoch_back(epoch_is_set, epoch):
     def fresh():
         return make(of(DistributedSampler(INDICES, 2, 1, seed=7)), 1, workers="fork")
 
     loader = fresh()
-    loader.sampler.set_epoch(3)
+    loader.sampler.set_epoch(epoch)
     iterator = batches(loader)
     next(iterator)
     saved, rest = save(loader), list(iterator)
     loader = fresh()
+    loader.sampler.set_epoch(5)
     loader.load_state_dict(read(saved))
-    assert loader.sampler.epoch == 3
+    assert loader.sampler.epoch == epoch
     if epoch_is_set:
-        loader.sampler.set_epoch(3)
+        loader.sampler.set_epoch(epoch)
     assert list(batches(loader)) == rest
 
 
-def test_an_epoch_that_the_program_sets_is_restored_whenever_it_was_set():
-    class Sets(stateful.Counts):
-        current_epoch = 0
+class Told(stateful.StatefulSampler):
+    """Counts how often it is asked for its state, which it can't tell once it is broken."""
 
-        def set_epoch(self, epoch):
-            self.current_epoch = epoch
+    told, broken = 0, False
 
-    def fresh():
-        sampler = Sets()
-        sampler.current_epoch = 0
-        return make(of(sampler), 1)
-
-    state = save(fresh())
-    loader = fresh()
-    loader.sampler.set_epoch(3)
-    loader.load_state_dict(read(state))
-    assert loader.sampler.current_epoch == 0
+    def state_dict(self):
+        self.told += 1
+        return {"lock": threading.Lock()} if self.broken else super().state_dict()
 
 
 def test_a_sampler_tells_its_state_once_an_epoch_and_not_for_each_draw():
-    class Big(stateful.StatefulSampler):
-        told = 0
-
-        def state_dict(self):
-            self.told += 1
-            return {**super().state_dict(), "weights": np.zeros(1 << 14)}
-
-    sampler = Big()
+    sampler = Told()
     loader = make(of(sampler), 2)
     for _ in range(3):
         assert len(list(loader)) == 8
     assert sampler.told == 3 * 2  # before and after the epoch's first draw
 
 
-def test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks():
-    class Locked(stateful.StatefulSampler):
-        def state_dict(self):
-            return {"lock": threading.Lock()}
-
-    loader = make(of(Locked()), 2)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks(num_workers):
+    sampler = Told()
+    sampler.broken = True
+    loader = make(of(sampler), num_workers)
     assert sorted(index for batch in loader for index in batch[0].tolist()) == list(INDICES)
-    iterator = iter(loader)
-    next(iterator)
+    next(iter(loader))
     with pytest.raises(StateError, match=r"sampler could not save its state(?s:.*)lock"):
         loader.state_dict()
 
@@ -290,58 +197,35 @@ def test_a_sampler_that_cannot_tell_its_state_is_an_error_only_for_who_asks():
 # ---- samplers without a `state_dict`, which hold generators, or their code does
 
 
-def draws(generator):
-    return (generator.randrange(LENGTH) for _ in range(LENGTH))
-
-
 OF_THE_MODULE = random.Random(0)
 
 
 class OfTheModule(Sampler):
     def __init__(self, dataset):
-        """Keeps nothing."""
+        self.data_source = dataset
 
     def __len__(self):
         return LENGTH
 
     def __iter__(self):
-        return draws(OF_THE_MODULE)
+        return iter([OF_THE_MODULE.randrange(LENGTH) for _ in range(LENGTH)])
 
 
 class OfItsData(OfTheModule):
-    def __init__(self, dataset):
-        self.data_source = dataset
-
     def __iter__(self):
-        return iter(list(draws(self.data_source.python)))
+        return iter([self.data_source.python.randrange(LENGTH) for _ in range(LENGTH)])
 
 
-def in_a_closure(dataset):
-    generator = random.Random(0)
-
-    class InAClosure(OfTheModule):
-        def __iter__(self):
-            return draws(generator)
-
-    return InAClosure(dataset)
-
-
-def unseeded(dataset):
-    class Unseeded(OfTheModule):
-        def __iter__(self):
-            return iter(np.random.default_rng().permutation(LENGTH).tolist())
-
-    return Unseeded(dataset)
+class Unseeded(OfTheModule):
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(LENGTH).tolist())
 
 
 def with_sampler(kind, num_workers=0):
     random.seed(1)
     dataset = stateful.OwnGenerators()
-    return make(lambda: {"dataset": dataset, "sampler": kind(dataset), "collate_fn": indices_of}, num_workers)
-
-
-def indices_of(samples):
-    return [sample[0] for sample in samples]
+    arguments = {"dataset": dataset, "sampler": kind(dataset), "collate_fn": lambda samples: [s[0] for s in samples]}
+    return make(lambda: arguments, num_workers)
 
 
 @pytest.mark.parametrize(("num_workers", "taken"), [(0, 0), (0, 1), (2, 0), (2, 1)])
@@ -360,12 +244,11 @@ def test_the_next_epochs_have_the_orders_that_they_would_have_had(num_workers, t
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", [OfItsData, in_a_closure, unseeded])
+@pytest.mark.parametrize("kind", [OfItsData, Unseeded])
 def test_in_the_middle_of_an_epoch_an_order_that_cannot_be_drawn_again_is_an_error(kind, num_workers):
     loader = with_sampler(kind, num_workers)
     list(loader)
-    iterator = iter(loader)
-    next(iterator)
+    next(iter(loader))
     state = loader.state_dict()
     again = with_sampler(kind, num_workers)
     again.load_state_dict(state)
@@ -387,13 +270,9 @@ def in_second_epoch(loader, taken):
     return iterator
 
 
-# Saved by persistent workers, loaded by such, and when.
-@pytest.mark.parametrize(
-    ("persistent", "taken"),
-    [((False, False), TAKEN), ((True, True), TAKEN), ((False, True), 8), ((True, False), 8)],
-)
+@pytest.mark.parametrize(("persistent", "taken"), [((True, False), TAKEN), ((False, True), 8)])
 def test_other_workers_end_the_epoch_and_then_the_loaders_own_begin(caplog, persistent, taken):
-    """Saved by three workers, one of them persistent or not; loaded by as many, and by four and by two."""
+    """Saved by three workers, persistent or not, and loaded by others; by four and by two."""
 
     def fresh(num_workers, persistent, seed=1):
         arguments = {"dataset": stateful.Augmented(), "shuffle": True}
@@ -417,52 +296,40 @@ def test_other_workers_end_the_epoch_and_then_the_loaders_own_begin(caplog, pers
         assert {batch[-2][0] for batch in following} == {num_workers}
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("taken", [TAKEN, 8])
+@pytest.mark.parametrize(("persistent", "taken"), [(False, TAKEN), (True, 8)])
 def test_with_seeds_for_batches_the_loaders_own_workers_go_on_at_once(caplog, persistent, taken):
     def fresh(num_workers, seed=1):
         options = {"seeding": "batch", "persistent_workers": persistent, "workers": "fork"}
         return make(lambda: {"dataset": stateful.Noise(), "shuffle": True}, num_workers, seed=seed, **options)
 
     loader = fresh(3)
-    expected = [list(batches(loader)) for _ in range(EPOCHS)]
-    loader = fresh(3)
     iterator = in_second_epoch(loader, taken)
-    saved = save(loader)
-    for num_workers in (1, 4):
-        again = fresh(num_workers, seed=2)
-        again.load_state_dict(read(saved))
-        with caplog.at_level(logging.WARNING, "rayloader"):
-            iterator = batches(again)
-            first = next(iterator)
-            assert again.state_dict()["num_workers"] == num_workers
-            assert [first, *iterator] == (expected[1][taken:] or expected[2])
-        assert "processes" not in caplog.text
-        if taken != 8:
-            assert list(batches(again)) == expected[2]
-
-
-def own_noise(samples, generator):
-    return [samples, generator.random()]
-
-
-HOLDERS = {
-    "dataset": lambda: {"dataset": stateful.OwnGenerators()},
-    "collate_fn": lambda: {
-        "dataset": stateful.Indices(),
-        "collate_fn": functools.partial(own_noise, generator=random.Random(6)),
-    },
-}
+    saved, rest = save(loader), list(iterator)
+    following = list(batches(loader))
+    again = fresh(1, seed=2)
+    again.load_state_dict(read(saved))
+    with caplog.at_level(logging.WARNING, "rayloader"):
+        iterator = batches(again)
+        found = [next(iterator)]
+        assert again.state_dict()["num_workers"] == 1
+        found += iterator
+    assert found == (rest or following)
+    assert "processes" not in caplog.text
 
 
 @pytest.mark.parametrize("taken", [0, 6])
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_seeds_for_batches_and_generators_of_the_loaders_own_keep_the_workers_of_the_epoch(holder, taken):
-    loader = make(HOLDERS[holder], 3, seeding="batch")
+def test_seeds_for_batches_and_generators_of_the_loaders_own_keep_the_workers_of_the_epoch(taken):
+    def own_noise(samples, generator):
+        return [samples, generator.random()]
+
+    def fresh(num_workers, seed):
+        collate = functools.partial(own_noise, generator=random.Random(6))
+        arguments = {"dataset": stateful.OwnGenerators(), "collate_fn": collate, "seeding": "batch"}
+        return make(lambda: arguments, num_workers, seed=seed, workers="fork")
+
+    loader = fresh(3, seed=1)
     iterator = iter(loader)
     for _ in range(taken):
         next(iterator)
     saved, rest = save(loader), [*map(plain, iterator)]
-    again = make(HOLDERS[holder], 2, seed=2, seeding="batch")
-    again.load_state_dict(read(saved))
-    assert list(batches(again)) == rest
+    assert resumed(fresh(2, seed=2), saved)[0] == rest

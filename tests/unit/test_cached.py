@@ -234,6 +234,15 @@ def test_a_sample_is_the_reader_s_own_and_outlives_the_cache(place):
     assert told(samples) == told([make(3), make(3), make(7)])
 
 
+def test_a_copy_of_a_copy_reads_what_was_built_before_both_though_these_are_gone():
+    kept = cached(Numbers(labelled))
+    built = kept[3]
+    for _ in range(2):
+        kept = pickle.loads(pickle.dumps(kept))
+    assert kept[3][1] == built[1]
+    assert kept.dataset.asked == 1
+
+
 def test_batches_are_read_at_once_and_missing_samples_built_at_once():
     class AtOnce(Numbers):
         def __getitems__(self, indices):
