@@ -81,21 +81,6 @@ def workers_are_idle(iterator, look=lambda: None):
         return not [worker for worker in engine.fleet.workers if engine._owes(worker)]
 
 
-def held_by_mailbox(mailbox):
-    """What it still waits for, or has still to receive."""
-    return [*mailbox._descriptors, *mailbox._ready]
-
-
-def taken_from(iterator):
-    """Its one worker, which its process no longer is, and where that gets the replica from."""
-    iterator._engine.close()
-    fleet = iterator._fleet
-    (worker,) = fleet.workers
-    fleet.mailbox.flush()
-    fleet.mailbox.remove(worker.host)
-    return worker, fleet.processes.sources([])(worker.host)
-
-
 def lock_of(pool):
     """The lock that is held while a lost worker is replaced."""
     return pool._lock

@@ -112,6 +112,7 @@ class Schedule:
         deliverable: tasks that are DELIVERED, in the order in which the user gets them.
         early: number of tasks that are READY: their batches have come before their turn.
         owed_draws: how often the user's thread is to draw from the sampler, and to report what came of it.
+        taken: number of batches that the user has, including skipped ones.
         closed: whether the epoch is over for its user.
     """
 
@@ -144,6 +145,7 @@ class Schedule:
         self._next_task_id = first_task_id
         self._next_worker_id = first_worker_id
         self.owed_draws = 0
+        self.taken = first_task_id
         self._opened = False
         self._sampler_exhausted = False
         self._failed = False  # whether a worker is permanently lost
@@ -246,6 +248,7 @@ class Schedule:
         if not self._settle_draw(event):
             return []
         self._next_task_id += 1
+        self.taken += 1
         if self.in_order and not self.dynamic:
             self._next_with_room()  # it would have been this worker's; the others' tasks stay theirs
         self._draw(1)
@@ -340,6 +343,7 @@ class Schedule:
             raise RuntimeError(f"{event} names a task that is not in the table; {self._history()}")
         self._move(task, BatchTaken)
         self.deliverable.remove(task)  # nearly always the first
+        self.taken += 1
         if not self.in_order or self._workers[task.worker_id].active:
             self._draw(1)
         return []

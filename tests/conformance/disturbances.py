@@ -244,6 +244,5 @@ def signal_in_next(run):
         run.load(run.saved())
 
 
-# Without workers no chain: once a state from between iter() and the first batch was loaded, later ones are refused.
-EVERYWHERE = save, save_and_load, break_off_and_load, back
-WITH_WORKERS = *EVERYWHERE, chain, another_number_of_workers, kill, kill_all_and_save, signal_in_next, walk
+EVERYWHERE = save, save_and_load, break_off_and_load, back, chain
+WITH_WORKERS = *EVERYWHERE, another_number_of_workers, kill, kill_all_and_save, signal_in_next, walk

@@ -14,7 +14,7 @@ from pickle import PickleBuffer
 import numpy as np
 import pytest
 
-from lines import HERE, LIMIT_S, messages, met, new_buffer, serve, wait_for
+from lines import HERE, LIMIT_S, messages, met, new_buffer, serve
 from rayloader.actors import tcp_line
 from rayloader.actors.tcp_line import MAGIC, MOST_STRANGERS, TcpAddress, TcpDriverLine, connect
 from rayloader.transport.lanes import Recycled
@@ -118,37 +118,6 @@ def test_a_line_that_is_dropped_while_its_thread_waits_for_room_ends_that_too(dr
     serve(driver, until=lambda: driver.ended)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-
-
-# ---- silence
-
-
-def test_a_machine_that_gives_no_sign_any_more_is_taken_for_dead_once_all_is_read(driver, worker, monkeypatch):
-    monkeypatch.setattr(tcp_line.TcpSocket, "is_silent", True)
-    worker.send(b"arrived before it was noticed")
-    wait_for(driver)
-    assert driver.receive() == [b"arrived before it was noticed"]
-    assert not driver.ended
-    assert driver.receive() == []
-    assert driver.ended
-
-
-def test_silence_is_read_from_what_the_system_says_of_the_connection(driver, worker, monkeypatch):
-    driver.send(b"")
-    assert messages(worker, 1) == [b""]
-    assert not driver._socket.is_silent
-    for silent, probes, unacknowledged, last_sign in (
-        (False, 0, 0, 60_000),  # nothing was sent: keepalive asks
-        (False, 0, 1, 1_000),
-        (True, 0, 1, 5_000),
-        (False, 1, 0, 60_000),  # it does not read, and has said so
-        (True, 3, 0, 60_000),
-    ):
-        fields = [0] * 32
-        fields[3], fields[12], fields[20] = probes, unacknowledged, last_sign  # as in struct tcp_info
-        told = tcp_line._TCP_INFO.pack(*fields)
-        monkeypatch.setattr(tcp_line.TcpSocket, "getsockopt", lambda *_, told=told: told)
-        assert driver._socket.is_silent is silent
 
 
 # ---- strangers
