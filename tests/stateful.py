@@ -211,6 +211,14 @@ class StatefulIterator(Positioned):
         return [own_id(), self.position, self.salt, *noise()]
 
 
+class OwnIterator(StatefulIterator, IterableDataset):
+    """Its own iterator, which starts again at each `__iter__`: what was loaded counts after it."""
+
+    def __iter__(self):
+        self.position = 0
+        return self
+
+
 class StreamOfStatefulIterators(IterableDataset):
     """Its iterators have a state; some of their samples raise, if told so."""
 
