@@ -66,11 +66,14 @@ def test_references_to_rays_objects_come_back_in_their_turn_and_are_sent_by_ray_
     """A worker that dies meanwhile is replaced, over the same kind of channel."""
     monkeypatch.setattr(actors, "LOCAL_LINES", lane != "TCP line")
     arenas, reference = lane != "Ray calls", ray.put(7)
-    requests = ("value", 1), ("reference", "sent"), ("bytes", SMALL_BYTES + 1), ("death", tmp_path / "struck")
-    before, (came,), large, last = loader = asking(*requests, arenas=arenas)
+    requests = ("value", 1), ("reference", "sent"), ("bytes", SMALL_BYTES + 1)
+    before, (came,), large = loader = asking(*requests, arenas=arenas)
     assert (before.tolist(), ray.get(came)) == ([1], ("back", "sent"))
     assert large.eq((SMALL_BYTES + 1) % 251).all()
-    assert (last.tolist(), loader.stats().epoch.restarts) == ([4], 1)
+    assert lanes_of(loader) == {lane}
+    # The owner of a reference must live as long as it is used.
+    before, last = loader = asking(("value", 1), ("death", tmp_path / "struck"), arenas=arenas)
+    assert (before.tolist(), last.tolist(), loader.stats().epoch.restarts) == ([1], [4], 1)
     assert lanes_of(loader) == {lane}
     fetching = asking(("fetch", reference), arenas=arenas)
     if arenas:
@@ -91,7 +94,7 @@ def test_where_a_line_is_refused_ray_calls_take_its_place_and_the_log_says_why(w
     caplog.set_level(logging.WARNING, "rayloader")
     monkeypatch.setattr(actors, "LOCAL_LINES", kind == "local")
     if why == "it is not let in":
-        monkeypatch.setattr(ActorLine, "_is_actor", lambda self, pid: False)
+        monkeypatch.setattr(actors, "_is_actor", lambda process, pid: False)
         monkeypatch.setattr(actors.TcpDriverLine, "_proves_itself", lambda self, stranger: False)
     serve = ActorLine._serve
 
